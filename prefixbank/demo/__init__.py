@@ -1,0 +1,1 @@
+"""Hold what `prefixbank demo` runs on: a small real model and a few-shot prompt."""

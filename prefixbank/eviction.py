@@ -1,0 +1,208 @@
+"""Own what is removed and in which order: a plan is made, then that plan is executed; a dry run stops after the first.
+
+Eviction is LRU by the bank's tick. A chunk goes only when no other stands on it and no pinned prefix needs it. Rows go
+first, files after the commit: a crash between leaves a file that nothing names, and a later prune sweeps it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from prefixbank.index import Index, chunk_rows, prefix_rows
+from prefixbank.shards import FileOnDisk, ShardStore, disk_bytes
+from prefixbank.values import ChunkKey, ChunkRecord
+
+__all__ = ["PlannedChunk", "PrunePlan", "PrunePolicy", "execute", "find_leftovers", "plan"]
+
+GRACE_S = 3600
+"""How old a file without a row must be to count as left over: a store may be about to commit its row."""
+
+_ROWS_PER_TRANSACTION = 500
+
+
+@dataclass(frozen=True, slots=True)
+class PrunePolicy:
+    """Say what may stay. Pinned prefixes always do.
+
+    `max_bytes`: of shards and quarantined files on disk; `unused_before`: chunks last used before this time (seconds
+    since the epoch) go; `namespace_id`: only chunks of this namespace may go, all of them if nothing else is said.
+    """
+
+    max_bytes: int | None = None
+    unused_before: float | None = None
+    namespace_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChunk:
+    """Name one chunk to remove and why: `budget`, `unused`, `namespace` or `hole`."""
+
+    record: ChunkRecord
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrunePlan:
+    """List what to remove, in the order of removal, children before their parents.
+
+    `kept_bytes` is what the bank takes on disk once the plan is executed; it is above the budget only where pins are.
+    """
+
+    chunks: tuple[PlannedChunk, ...] = ()
+    files: tuple[FileOnDisk, ...] = ()
+    kept_bytes: int = 0
+
+    @property
+    def freed_bytes(self) -> int:
+        """Return the bytes on disk that the plan frees."""
+        freed = sum(planned.record.disk_bytes for planned in self.chunks)
+        return freed + sum(disk_bytes(file.n_bytes) for file in self.files)
+
+
+def plan(
+    tx: sa.Connection,
+    policy: PrunePolicy,
+    *,
+    quarantined: tuple[FileOnDisk, ...] = (),
+    leftovers: tuple[FileOnDisk, ...] = (),
+    protected: Set[ChunkKey] = frozenset(),
+) -> PrunePlan:
+    """Return what to remove so that the policy holds. Changes nothing."""
+    kept_bytes = chunk_rows.disk_bytes(tx)
+    files = list(leftovers)
+    quarantined_bytes = sum(disk_bytes(file.n_bytes) for file in quarantined)
+    if policy.max_bytes is not None and kept_bytes + quarantined_bytes > policy.max_bytes:
+        files += quarantined
+        quarantined_bytes = 0
+    kept_bytes += quarantined_bytes
+    chosen: list[PlannedChunk] = []
+    for planned in _removable(tx, policy, kept_bytes, protected):
+        chosen.append(planned)
+        kept_bytes -= planned.record.disk_bytes
+    return PrunePlan(tuple(chosen), tuple(files), kept_bytes)
+
+
+def _removable(
+    tx: sa.Connection, policy: PrunePolicy, kept_bytes: int, protected: Set[ChunkKey]
+) -> Iterator[PlannedChunk]:
+    """Yield the chunks that must go, least recently used first, until the policy holds."""
+    whole_namespace = (
+        policy.namespace_id is not None and policy.max_bytes is None and policy.unused_before is None
+    )
+    must_stay = protected | prefix_rows.pinned_chain_keys(tx)
+    removed_children: Counter[ChunkKey] = Counter()
+    passed: dict[ChunkKey, ChunkRecord] = {}  # came up while something still stood on them
+
+    def reason(record: ChunkRecord) -> str | None:
+        if record.file_name is None:
+            return "hole"
+        if whole_namespace:
+            return "namespace"
+        if policy.unused_before is not None and record.last_used_at < policy.unused_before:
+            return "unused"
+        if policy.max_bytes is not None and kept_bytes > policy.max_bytes:
+            return "budget"
+        return None
+
+    for row in chunk_rows.iter_by_use(tx, policy.namespace_id):
+        record: ChunkRecord | None = row
+        while record is not None:
+            why = None if record.key in must_stay else reason(record)
+            if why is None:
+                break
+            if chunk_rows.count_children(tx, record.key) > removed_children[record.key]:
+                passed[record.key] = record
+                break
+            yield PlannedChunk(record, why)
+            kept_bytes -= record.disk_bytes
+            if record.parent_key is None:
+                break
+            removed_children[record.parent_key] += 1
+            record = passed.pop(record.parent_key, None)
+        over = policy.max_bytes is not None and kept_bytes > policy.max_bytes
+        if not over and not whole_namespace and policy.unused_before is None:
+            return
+
+
+def plan_removal(tx: sa.Connection, prefix_name: str) -> PrunePlan:
+    """Return the chunks that only the prefixes of one name need: no other name, and no longer prompt, stands on them."""
+    prefixes = prefix_rows.list_all(tx)
+    others = {p.chunk_key for p in prefixes if p.name != prefix_name and p.chunk_key is not None}
+    needed = prefix_rows.chain_keys(tx, others)
+    ends = {p.chunk_key for p in prefixes if p.name == prefix_name and p.chunk_key is not None}
+    removed_children: Counter[ChunkKey] = Counter()
+    chosen: list[PlannedChunk] = []
+    pending = sorted(
+        chunk_rows.find(tx, list(ends - needed)).values(), key=lambda record: record.start
+    )
+    while pending:
+        record = pending.pop()
+        if chunk_rows.count_children(tx, record.key) > removed_children[record.key]:
+            continue
+        chosen.append(PlannedChunk(record, "removed"))
+        if record.parent_key is not None and record.parent_key not in needed:
+            removed_children[record.parent_key] += 1
+            pending += chunk_rows.find(tx, [record.parent_key]).values()
+            pending.sort(key=lambda record: record.start)
+    kept_bytes = chunk_rows.disk_bytes(tx) - sum(p.record.disk_bytes for p in chosen)
+    return PrunePlan(tuple(chosen), (), kept_bytes)
+
+
+def find_leftovers(index: Index, shards: ShardStore, now_s: float) -> tuple[FileOnDisk, ...]:
+    """Return the files that no row names and that are too old to be a store in progress."""
+    files = [*shards.iter_files("shards"), *shards.iter_files("tmp")]
+    old = [file for file in files if now_s - file.mtime_s > GRACE_S]
+    if not old:
+        return ()
+    with index.reading() as tx:
+        named = {
+            shards.path_of(record.file_name).relative_to(shards.root).as_posix()
+            for record in chunk_rows.list_all(tx)
+            if record.file_name is not None
+        }
+    return tuple(file for file in old if file.path not in named)
+
+
+def execute(index: Index, shards: ShardStore, todo: PrunePlan) -> PrunePlan:
+    """Remove what the plan lists and return what was removed: less, where others used the bank meanwhile.
+
+    Killed inside, the bank is whole: rows go before their files.
+    """
+    removed: list[PlannedChunk] = []
+    for low in range(0, len(todo.chunks), _ROWS_PER_TRANSACTION):
+        group = todo.chunks[low : low + _ROWS_PER_TRANSACTION]
+        with index.writing() as tx:
+            pinned = prefix_rows.pinned_chain_keys(tx)  # what was pinned since the plan was made
+            gone = [
+                planned
+                for planned in group
+                if planned.record.key not in pinned and chunk_rows.delete(tx, planned.record)
+            ]
+        for planned in gone:
+            if planned.record.file_name is not None:
+                shards.unlink(shards.path_of(planned.record.file_name))
+        removed += gone
+    files = tuple(file for file in todo.files if shards.unlink(shards.root / file.path))
+    return PrunePlan(tuple(removed), files, todo.kept_bytes)
+
+
+def make_room(
+    index: Index, shards: ShardStore, max_bytes: int, needed_bytes: int, protected: Set[ChunkKey]
+) -> bool:
+    """Evict what was used least recently until `needed_bytes` more fit; returns False where that can't be.
+
+    Then nothing is evicted: a store that is refused must not empty the bank.
+    """
+    policy = PrunePolicy(max_bytes=max_bytes - needed_bytes)
+    quarantined = tuple(shards.iter_files("quarantine"))
+    with index.reading() as tx:
+        todo = plan(tx, policy, quarantined=quarantined, protected=protected)
+    if todo.kept_bytes + needed_bytes > max_bytes:
+        return False
+    if todo.chunks or todo.files:
+        execute(index, shards, todo)
+    return True

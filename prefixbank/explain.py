@@ -1,0 +1,122 @@
+"""Own saying why a prompt matches as far as it does, and no further."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prefixbank import resolver
+from prefixbank.chunking import TOKEN_BYTES, common_run, unpack_token_ids
+from prefixbank.values import ChunkRecord, Match, Namespace
+
+if TYPE_CHECKING:
+    from prefixbank.bank import PrefixBank
+
+__all__ = ["Explanation", "explain"]
+
+_SHOWN_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Say how far a prompt matches and why no further.
+
+    `differs_at` is the offset of the first token that is not stored like this (None where all that may be taken is
+    stored); `prompt_token` and `stored_token` are the ids there and `prompt_text` and `stored_text` what follows, as
+    text; the stored ones are None where nothing is stored behind the match. `prefix_names` are names of prefixes that
+    the match ends in. `reason` is one sentence.
+    """
+
+    n_prompt_tokens: int
+    n_matched_tokens: int
+    differs_at: int | None
+    prompt_token: int | None
+    prompt_text: str | None
+    stored_token: int | None
+    stored_text: str | None
+    prefix_names: tuple[str, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        text = f"{self.n_matched_tokens} of {self.n_prompt_tokens} tokens are stored: {self.reason}"
+        if self.stored_token is not None:
+            text += f"\n  here   {self.prompt_token} {self.prompt_text!r}\n  stored {self.stored_token} {self.stored_text!r}"
+        return text
+
+
+def explain(
+    bank: PrefixBank,
+    namespace: Namespace,
+    token_ids: bytes,
+    found: Match,
+    decode: Callable[[Sequence[int]], str],
+) -> Explanation:
+    """Explain the match of packed token ids. Reads no shard."""
+    at = found.n_tokens
+    n_prompt = found.n_prompt_tokens
+    names = _names(bank, found)
+    if found.reason == resolver.REASON_ALL:
+        reason = "all but the last one, which is always computed" if at == n_prompt - 1 else "all that may be taken"
+        return Explanation(n_prompt, at, None, None, None, None, None, names, reason)
+    here = unpack_token_ids(token_ids[at * TOKEN_BYTES :][: _SHOWN_TOKENS * TOKEN_BYTES])
+    stored = _stored_behind(bank, namespace, found, token_ids)
+    if stored:
+        reason = f"token {at} differs from what is stored there"
+    elif found.reason == resolver.REASON_LOST:
+        reason = f"the shard that holds token {at} was lost; it is computed and stored again"
+    elif at:
+        reason = f"nothing longer is stored: the stored prefix ends before token {at}"
+    else:
+        reason = _reason_of_nothing(bank, namespace, token_ids)
+    return Explanation(
+        n_prompt_tokens=n_prompt,
+        n_matched_tokens=at,
+        differs_at=at,
+        prompt_token=here[0],
+        prompt_text=decode(here),
+        stored_token=stored[0] if stored else None,
+        stored_text=decode(stored) if stored else None,
+        prefix_names=names,
+        reason=reason,
+    )
+
+
+def _names(bank: PrefixBank, found: Match) -> tuple[str, ...]:
+    if not found.chunks:
+        return ()
+    last = found.chunks[-1].key
+    return tuple(prefix.name for prefix in bank.prefixes() if prefix.chunk_key == last)
+
+
+def _stored_behind(
+    bank: PrefixBank, namespace: Namespace, found: Match, token_ids: bytes
+) -> list[int]:
+    """Return a few token ids that are stored where the match ends, or []."""
+    at = found.n_tokens
+    chain = list(found.chunks)
+    if chain and chain[-1].end > at:  # the match ends inside this chunk
+        return _from_offset(chain[-1], at)
+    siblings = bank.next_chunks(namespace, chain[-1].key if chain else None)
+    rest = token_ids[at * TOKEN_BYTES :]
+    closest = max(siblings, key=lambda s: common_run(s.token_ids, rest), default=None)
+    return _from_offset(closest, at) if closest is not None else []
+
+
+def _from_offset(record: ChunkRecord, at: int) -> list[int]:
+    low = (at - record.start) * TOKEN_BYTES
+    return unpack_token_ids(record.token_ids[low : low + _SHOWN_TOKENS * TOKEN_BYTES])
+
+
+def _reason_of_nothing(bank: PrefixBank, namespace: Namespace, token_ids: bytes) -> str:
+    others = [
+        other.label
+        for other, record in bank.first_chunks(token_ids)
+        if other.id != namespace.id and token_ids.startswith(record.token_ids)
+    ]
+    if others:
+        return (
+            f"these tokens are stored for another model, adapter, salt or version of the weights ({others[0]}), not for "
+            "this one"
+        )
+    return "nothing that begins like this is stored for this model"

@@ -1,0 +1,183 @@
+"""Own generating from the bank: results, logits processors that see all tokens, and what is stored afterwards.
+
+Storing waits until the answer is out: it reads rows that stay in the live cache, and must not delay the first token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationResponse, stream_generate
+
+from prefixbank.chunking import unpack_token_ids
+from prefixbank.prompts import EncodedPrompt
+from prefixbank.values import Match
+
+if TYPE_CHECKING:
+    from prefixbank.model import BankedModel, Resolved
+
+__all__ = ["BankedResponse", "GenerationOptions", "GenerationResult", "collect", "stream"]
+
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class BankedResponse(GenerationResponse):
+    """Be mlx-lm's `GenerationResponse` for the whole prompt, with what the bank did.
+
+    `prompt_tokens` counts the whole prompt and `prompt_tps` the tokens computed; `ttft_s` is the time in seconds from the
+    call to the first token, matching and loading included.
+    """
+
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    ttft_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """Hold one answer.
+
+    `token_ids` are the answer's (without an end-of-sequence token), `cached_tokens` came from the bank and
+    `computed_tokens` of the prompt were computed. `prompt_cache` is given on request: it holds prompt and answer.
+    """
+
+    text: str
+    token_ids: list[int]
+    cached_tokens: int
+    computed_tokens: int
+    ttft_s: float
+    finish_reason: str | None
+    match: Match
+    prompt_cache: list[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOptions:
+    """Hold the options of `BankedModel.generate`, which documents them."""
+
+    max_tokens: int = 256
+    sampler: Sampler | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
+    prefill_step_size: int | None = None
+    reserve: int | None = None
+    hold_back: int = 0
+    keep: bool = False
+    progress: Progress | None = None
+
+
+def stream(
+    llm: BankedModel,
+    prompt: EncodedPrompt,
+    options: GenerationOptions,
+    started_at: float,
+    outcome: list[Resolved],
+) -> Iterator[BankedResponse]:
+    """Yield the answer piece by piece; appends what the bank gave to `outcome` first."""
+    resolved = llm.resolve_encoded(
+        prompt,
+        reserve=options.reserve if options.reserve is not None else options.max_tokens,
+        hold_back=options.hold_back,
+    )
+    token_ids = unpack_token_ids(prompt.token_ids)
+    n_cached = resolved.match.n_tokens
+    outcome.append(resolved)
+    llm.bank.count(cached_tokens=n_cached, computed_tokens=len(resolved.rest))
+    answer: list[int] = []
+    ttft_s = 0.0
+    done = False
+    responses = stream_generate(
+        llm.model,
+        llm.tokenizer,
+        resolved.rest,
+        max_tokens=options.max_tokens,
+        sampler=options.sampler,
+        prompt_cache=resolved.prompt_cache,
+        prefill_step_size=options.prefill_step_size or llm.prefill_step_size,
+        prompt_progress_callback=_shifted(options.progress, n_cached),
+        logits_processors=_seeing_all(options.logits_processors, token_ids[:n_cached]),
+        **llm.quantization.generate_options(),
+    )
+    try:
+        with closing(responses):
+            for response in responses:
+                if not answer:
+                    ttft_s = time.perf_counter() - started_at
+                answer.append(response.token)
+                values = {f.name: getattr(response, f.name) for f in fields(response)}
+                yield BankedResponse(
+                    **{**values, "prompt_tokens": len(token_ids)},
+                    cached_tokens=n_cached,
+                    computed_tokens=len(resolved.rest),
+                    ttft_s=ttft_s,
+                )
+        done = True
+    except GeneratorExit:
+        done = True  # the caller has what it wanted
+        raise
+    finally:
+        if done:
+            llm.store_after_generation(
+                prompt, resolved, answer, keep=options.keep, hold_back=options.hold_back
+            )
+
+
+def collect(
+    responses: Iterator[BankedResponse],
+    outcome: list[Resolved],
+    eos_token_ids: set[int],
+    *,
+    with_prompt_cache: bool,
+) -> GenerationResult:
+    """Return the whole answer of a stream."""
+    text = ""
+    token_ids: list[int] = []
+    last: BankedResponse | None = None
+    for response in responses:
+        text += response.text
+        token_ids.append(response.token)
+        last = response
+    assert last is not None
+    if last.finish_reason == "stop" and token_ids and token_ids[-1] in eos_token_ids:
+        token_ids.pop()
+    return GenerationResult(
+        text=text,
+        token_ids=token_ids,
+        cached_tokens=last.cached_tokens,
+        computed_tokens=last.computed_tokens,
+        ttft_s=last.ttft_s,
+        finish_reason=last.finish_reason,
+        match=outcome[0].match,
+        prompt_cache=outcome[0].prompt_cache if with_prompt_cache else None,
+    )
+
+
+def _shifted(progress: Progress | None, n_cached: int) -> Progress | None:
+    """Return a callback that counts the whole prompt's tokens, those from the bank as processed."""
+    if progress is None:
+        return None
+    return lambda processed, total: progress(n_cached + processed, n_cached + total)
+
+
+def _seeing_all(
+    processors: Sequence[LogitsProcessor] | None, cached_token_ids: list[int]
+) -> list[LogitsProcessor] | None:
+    """Return processors that are given the whole prompt's token ids: mlx-lm knows only of those it computes."""
+    if not processors:
+        return None
+    cached = mx.array(cached_token_ids, mx.uint32)
+
+    def seeing_all(processor: LogitsProcessor) -> LogitsProcessor:
+        def process(token_ids: mx.array, logits: mx.array) -> mx.array:
+            return processor(mx.concatenate([cached.astype(token_ids.dtype), token_ids]), logits)
+
+        return process
+
+    return [seeing_all(processor) for processor in processors]

@@ -1,0 +1,79 @@
+"""Own the answer to whose KV it is: a model's fingerprint and namespace, made anew when its weights are swapped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import mlx.nn as nn
+
+from prefixbank import fingerprint as fingerprints
+from prefixbank.chunking import root_key
+from prefixbank.kvcache.parameters import digest_parameters, live_arrays
+from prefixbank.kvcache.probe import KVQuantization, probe_layout
+from prefixbank.layout import CacheLayout
+from prefixbank.values import Namespace
+
+if TYPE_CHECKING:
+    from prefixbank.bank import PrefixBank
+
+__all__ = ["ModelIdentity"]
+
+
+class ModelIdentity:
+    """Know under which namespace a live model's KV is stored."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        label: str,
+        quantization: KVQuantization,
+        salt: str | bytes,
+        file_parts: Mapping[str, object] | None,
+    ) -> None:
+        """Take what the model's files say of it; None where it has none, then its parameters are digested."""
+        self._model = model
+        self._label = label
+        self._quantization = quantization
+        self._salt = salt.encode() if isinstance(salt, str) else bytes(salt)
+        self._parts = file_parts
+        self._arrays = live_arrays(model)
+        self._known: tuple[Namespace, CacheLayout] | None = None
+
+    def identify(self, bank: PrefixBank) -> tuple[Namespace, CacheLayout]:
+        """Return the namespace and cache layout of the model as it is now.
+
+        A model whose arrays were swapped since is another one, whatever its files say: then its parameters are digested.
+        Raises `UnsupportedCacheError` for a cache that can't be stored, and the bank's errors.
+        """
+        arrays = live_arrays(self._model)
+        if len(arrays) != len(self._arrays) or any(
+            now is not before for now, before in zip(arrays, self._arrays, strict=True)
+        ):
+            self._arrays = arrays
+            self._parts = self._known = None
+        if self._known is not None:
+            return self._known
+        layout = probe_layout(self._model, self._quantization)
+        if self._parts is None:
+            self._parts = {"parameters": digest_parameters(self._model)}
+        fingerprint = fingerprints.fingerprint(
+            {**self._parts, "kv": asdict(self._quantization), "layout": layout.to_json()}
+        )
+        namespace = bank.namespace(
+            Namespace(
+                id=0,
+                root_key=root_key(fingerprint, self._salt),
+                fingerprint=fingerprint,
+                salt_digest=fingerprints.salt_digest(self._salt),
+                label=self._label,
+                layout=layout.to_json(),
+                created_at=int(time.time()),
+            )
+        )
+        if namespace.id:  # a read-only bank may learn of this model later
+            self._known = namespace, layout
+        return namespace, layout

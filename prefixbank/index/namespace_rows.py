@@ -1,0 +1,77 @@
+"""Own the rows of namespaces."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import sqlalchemy as sa
+
+from prefixbank.schema import chunks, namespaces
+from prefixbank.values import ChunkKey, Namespace
+
+__all__ = ["NamespaceUsage", "ensure", "find", "list_usage"]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceUsage:
+    """Say how much of the bank one namespace takes."""
+
+    namespace: Namespace
+    n_chunks: int
+    n_tokens: int
+    disk_bytes: int
+    last_used_at: int
+
+
+def _from_row(row: sa.Row[tuple[object, ...]]) -> Namespace:
+    values = dict(row._mapping)
+    return Namespace(**{**values, "root_key": ChunkKey(values["root_key"])})
+
+
+def find(tx: sa.Connection, fingerprint: str, salt_digest: str) -> Namespace | None:
+    """Return the namespace of a fingerprint and salt, or None."""
+    row = tx.execute(
+        sa.select(namespaces).where(
+            namespaces.c.fingerprint == fingerprint, namespaces.c.salt_digest == salt_digest
+        )
+    ).one_or_none()
+    return None if row is None else _from_row(row)
+
+
+def ensure(tx: sa.Connection, wanted: Namespace) -> Namespace:
+    """Return the stored namespace equal to `wanted` (its `id` does not count), adding it where it is missing."""
+    known = find(tx, wanted.fingerprint, wanted.salt_digest)
+    if known is not None:
+        return known
+    values = asdict(wanted)
+    del values["id"]
+    tx.execute(sa.insert(namespaces).values(**values))
+    added = find(tx, wanted.fingerprint, wanted.salt_digest)
+    assert added is not None
+    return added
+
+
+def list_usage(tx: sa.Connection) -> list[NamespaceUsage]:
+    """Return every namespace with what it holds, the oldest first."""
+    rows = tx.execute(
+        sa.select(
+            namespaces,
+            sa.func.count(chunks.c.key).label("n_chunks"),
+            sa.func.coalesce(sa.func.sum(chunks.c.n_tokens), 0).label("n_tokens"),
+            sa.func.coalesce(sa.func.sum(chunks.c.disk_bytes), 0).label("disk_bytes"),
+            sa.func.coalesce(sa.func.max(chunks.c.last_used_at), 0).label("last_used_at"),
+        )
+        .outerjoin(chunks, chunks.c.namespace_id == namespaces.c.id)
+        .group_by(namespaces.c.id)
+        .order_by(namespaces.c.id)
+    )
+    usages = []
+    for row in rows:
+        values = dict(row._mapping)
+        counts = {
+            name: values.pop(name) for name in ("n_chunks", "n_tokens", "disk_bytes", "last_used_at")
+        }
+        namespace = Namespace(**{**values, "root_key": ChunkKey(values["root_key"])})
+        usages.append(NamespaceUsage(namespace, **counts))
+    return usages
+

@@ -1,0 +1,98 @@
+"""Own the rows of named prefixes and their pins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import sqlalchemy as sa
+
+from prefixbank.schema import chunks, prefixes
+from prefixbank.values import ChunkKey, PrefixRecord
+
+__all__ = ["delete", "list_all", "move", "name", "pinned_chain_keys", "set_pinned"]
+
+
+def _from_row(row: sa.Row[tuple[object, ...]]) -> PrefixRecord:
+    values = dict(row._mapping)
+    key = values["chunk_key"]
+    return PrefixRecord(**{**values, "chunk_key": None if key is None else ChunkKey(key)})
+
+
+def _where(prefix_name: str, namespace_id: int | None) -> list[sa.ColumnElement[bool]]:
+    conditions = [prefixes.c.name == prefix_name]
+    if namespace_id is not None:
+        conditions.append(prefixes.c.namespace_id == namespace_id)
+    return conditions
+
+
+def list_all(tx: sa.Connection, prefix_name: str | None = None) -> list[PrefixRecord]:
+    """Return the named prefixes (those of one name, one for each namespace, if it is given), sorted by name."""
+    query = sa.select(prefixes).order_by(prefixes.c.name, prefixes.c.namespace_id)
+    if prefix_name is not None:
+        query = query.where(*_where(prefix_name, None))
+    return [_from_row(row) for row in tx.execute(query)]
+
+
+def name(tx: sa.Connection, prefix: PrefixRecord) -> None:
+    """Give a stored prefix its name, in place of what had this name in its namespace.
+
+    A pin that the name had stays; `pinned=False` does not take it away.
+    """
+    where = _where(prefix.name, prefix.namespace_id)
+    was_pinned = tx.execute(sa.select(prefixes.c.pinned).where(*where)).scalar_one_or_none()
+    tx.execute(sa.delete(prefixes).where(*where))
+    tx.execute(
+        sa.insert(prefixes).values(
+            name=prefix.name,
+            namespace_id=prefix.namespace_id,
+            chunk_key=prefix.chunk_key,
+            n_tokens=prefix.n_tokens,
+            pinned=prefix.pinned or bool(was_pinned),
+            source_digest=prefix.source_digest,
+            created_at=prefix.created_at,
+        )
+    )
+
+
+def set_pinned(
+    tx: sa.Connection, prefix_name: str, pinned: bool, namespace_id: int | None = None
+) -> int:
+    """Pin or unpin a name and return how many prefixes have it."""
+    where = _where(prefix_name, namespace_id)
+    return tx.execute(sa.update(prefixes).where(*where).values(pinned=pinned)).rowcount
+
+
+def delete(tx: sa.Connection, prefix_name: str, namespace_id: int | None = None) -> int:
+    """Take a name away and return how many prefixes had it. The chunks stay."""
+    return tx.execute(sa.delete(prefixes).where(*_where(prefix_name, namespace_id))).rowcount
+
+
+def move(tx: sa.Connection, from_key: ChunkKey, to_key: ChunkKey) -> None:
+    """Let the names of one chunk name another, which begins with the same token ids."""
+    tx.execute(
+        sa.update(prefixes).where(prefixes.c.chunk_key == from_key).values(chunk_key=to_key)
+    )
+
+
+def chain_keys(tx: sa.Connection, last_keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+    """Return the keys of the chunks that the given ones end, themselves included."""
+    known: set[ChunkKey] = set()
+    frontier = set(last_keys)
+    while frontier:
+        known |= frontier
+        # Level by level; chains share their beginnings, so each chunk is asked for once.
+        parents = tx.execute(
+            sa.select(chunks.c.parent_key).where(
+                chunks.c.key.in_(list(frontier)), chunks.c.parent_key.is_not(None)
+            )
+        ).scalars()
+        frontier = {ChunkKey(key) for key in parents} - known
+    return known
+
+
+def pinned_chain_keys(tx: sa.Connection) -> set[ChunkKey]:
+    """Return the keys of all chunks that a pinned prefix stands on."""
+    ends = tx.execute(
+        sa.select(prefixes.c.chunk_key).where(prefixes.c.pinned, prefixes.c.chunk_key.is_not(None))
+    ).scalars()
+    return chain_keys(tx, {ChunkKey(key) for key in ends})

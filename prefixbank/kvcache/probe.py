@@ -1,0 +1,70 @@
+"""Own finding out which prompt cache a model makes, and quantising it as mlx-lm does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import make_prompt_cache
+
+from prefixbank.errors import ConfigError
+from prefixbank.kvcache.capture import describe
+from prefixbank.kvcache.kinds import kind_of
+from prefixbank.layout import CacheLayout
+
+__all__ = ["KVQuantization", "new_prompt_cache", "probe_layout", "quantize"]
+
+
+@dataclass(frozen=True, slots=True)
+class KVQuantization:
+    """Say how the KV cache is quantised, with mlx-lm's names; `kv_bits=None` leaves it as the model makes it."""
+
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kv_bits is not None and self.quantized_kv_start != 0:
+            raise ConfigError(
+                "quantized_kv_start must be 0 with a bank: later starts mix two cache classes in one prefix"
+            )
+
+    def generate_options(self) -> dict[str, int]:
+        """Return the options as keyword arguments for `mlx_lm.stream_generate`; {} without quantisation."""
+        if self.kv_bits is None:
+            return {}
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def new_prompt_cache(model: nn.Module) -> list[Any]:
+    """Return an empty prompt cache of the model."""
+    return list(make_prompt_cache(model))
+
+
+def quantize(prompt_cache: list[Any], quantization: KVQuantization) -> None:
+    """Quantise the layers in place that mlx-lm would quantise after a step."""
+    maybe_quantize_kv_cache(
+        prompt_cache,
+        quantized_kv_start=quantization.quantized_kv_start,
+        kv_group_size=quantization.kv_group_size,
+        kv_bits=quantization.kv_bits,
+    )
+
+
+def probe_layout(model: nn.Module, quantization: KVQuantization) -> CacheLayout:
+    """Return the layout of the model's prompt cache.
+
+    Builds the graph of one token and computes none of it: shapes and dtypes are known without. Raises
+    `UnsupportedCacheError` for a cache class without adapter, before that.
+    """
+    prompt_cache: Sequence[Any] = new_prompt_cache(model)
+    for layer_cache in prompt_cache:
+        kind_of(layer_cache)
+    model(mx.array([[0]]), cache=prompt_cache)
+    prompt_cache = list(prompt_cache)
+    quantize(prompt_cache, quantization)
+    return describe(prompt_cache)

@@ -1,0 +1,102 @@
+"""Own the way from a prompt to token ids: texts, ids, chat messages and rendered few-shot prompts alike.
+
+A prompt is tokenised whole, then matched. A prefix tokenised alone can end in other ids than it has inside the prompt,
+where its last characters may join the query's first ones; so the shared part of a few-shot prompt is what the ids of
+prompts with quite different queries have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prefixbank.chunking import common_run, pack_token_ids, unpack_token_ids
+from prefixbank.errors import PromptError
+from prefixbank.fewshot import FewShotPrompt, RenderedPrompt
+
+__all__ = ["EncodedPrompt", "Prompt", "PromptEncoder"]
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | RenderedPrompt
+"""A text, token ids (a list, or an array with `tolist`), chat messages, or what `FewShotPrompt.render` returns."""
+
+_PROBES = ("a", "The", "7", "(")
+_SHARED_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """Hold a prompt's token ids, packed, and where its declared shared part ends (None: none was declared)."""
+
+    token_ids: bytes
+    n_shared_tokens: int | None = None
+
+
+class PromptEncoder:
+    """Turn prompts into token ids as mlx-lm does."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Take an mlx-lm `TokenizerWrapper`."""
+        self._tokenizer = tokenizer
+        self._shared: dict[FewShotPrompt, bytes] = {}
+
+    def encode(self, prompt: Prompt) -> EncodedPrompt:
+        """Return the token ids of a whole prompt. Raises `PromptError` for an empty or unusable one."""
+        if isinstance(prompt, RenderedPrompt):
+            token_ids = self._encode_rendered(prompt)
+            shared = self.shared_token_ids(prompt.shots)
+            return EncodedPrompt(token_ids, common_run(token_ids, shared))
+        if isinstance(prompt, str):
+            return EncodedPrompt(self._encode_text(prompt))
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()
+        if not isinstance(prompt, Sequence):
+            raise PromptError(
+                f"a {type(prompt).__name__} is no prompt: give a text, token ids, chat messages or a rendered "
+                "few-shot prompt"
+            )
+        if prompt and isinstance(prompt[0], dict):
+            return EncodedPrompt(self._encode_chat(prompt))
+        return EncodedPrompt(_checked(pack_token_ids(prompt)))  # type: ignore[arg-type]
+
+    def shared_token_ids(self, shots: FewShotPrompt) -> bytes:
+        """Return the packed token ids that prompts of these shots have in common, whatever the query is."""
+        known = self._shared.get(shots)
+        if known is None:
+            first, *others = (self._encode_rendered(shots.render(probe)) for probe in _PROBES)
+            n_shared = min(common_run(first, other) for other in others)
+            known = pack_token_ids(unpack_token_ids(first)[:n_shared])
+            if len(self._shared) >= _SHARED_KEPT:
+                self._shared.pop(next(iter(self._shared)))
+            self._shared[shots] = known
+        return known
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens shown."""
+        return str(self._tokenizer.decode(list(token_ids)))
+
+    def _encode_rendered(self, prompt: RenderedPrompt) -> bytes:
+        if prompt.text is not None:
+            return self._encode_text(prompt.text)
+        return self._encode_chat(list(prompt.messages or ()))
+
+    def _encode_text(self, text: str) -> bytes:
+        # As mlx_lm.stream_generate does: a text that brings its own first special token gets no second one.
+        bos = self._tokenizer.bos_token
+        add_special_tokens = bos is None or not text.startswith(bos)
+        return _checked(pack_token_ids(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)))
+
+    def _encode_chat(self, messages: Sequence[Any]) -> bytes:
+        if not self._tokenizer.has_chat_template:
+            raise PromptError("the model's tokenizer has no chat template: give a text or token ids")
+        try:
+            token_ids = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+        except Exception as exc:  # templates raise whatever they like
+            raise PromptError(f"the chat template refuses these messages: {exc}") from exc
+        return _checked(pack_token_ids(token_ids))
+
+
+def _checked(token_ids: bytes) -> bytes:
+    if not token_ids:
+        raise PromptError("the prompt is empty: at least one token is needed")
+    return token_ids

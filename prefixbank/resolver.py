@@ -1,0 +1,174 @@
+"""Own finding the longest stored prefix of a prompt, and loading it; must know neither SQL nor file formats.
+
+Chunk keys locate rows in one query; the token ids in the rows prove them, from the root on. The last chunk may be used in
+part, so that a match ends where the prompts part, not where a chunk does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from prefixbank.chunking import TOKEN_BYTES, common_run, full_chunks, unpack_token_ids
+from prefixbank.errors import PrefixBankError, ShardCorruptError, ShardError, StorageError
+from prefixbank.index import Index, chunk_rows
+from prefixbank.shards import ShardStore
+from prefixbank.values import ChunkKey, ChunkRecord, Match, Namespace
+
+if TYPE_CHECKING:
+    from prefixbank.layout import CacheLayout
+
+__all__ = ["Loaded", "heal", "load", "match", "walk"]
+
+MAX_CANDIDATES = 256
+"""How many chunks that may share a beginning with the prompt are compared, the last used first."""
+
+REASON_ALL = "all"
+REASON_PARTIAL = "partial"
+REASON_NONE = "none"
+REASON_LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Hold a prompt cache with its match, which is shorter than asked for where a shard failed."""
+
+    prompt_cache: list[Any]
+    match: Match
+    failures: tuple[tuple[ChunkRecord, PrefixBankError], ...]
+
+
+def walk(
+    rows: dict[ChunkKey, ChunkRecord],
+    keys: Sequence[tuple[int, ChunkKey]],
+    namespace_id: int,
+    token_ids: bytes,
+    chunk_tokens: int,
+) -> list[ChunkRecord]:
+    """Return the rows, from the root on, that are proven to be the chunks of `token_ids`; holes are included."""
+    proven: list[ChunkRecord] = []
+    parent_key: ChunkKey | None = None
+    for start, key in keys:
+        row = rows.get(key)
+        ids = token_ids[start * TOKEN_BYTES : (start + chunk_tokens) * TOKEN_BYTES]
+        if (
+            row is None
+            or row.parent_key != parent_key
+            or row.namespace_id != namespace_id
+            or row.start != start
+            or row.token_ids != ids
+        ):
+            break
+        proven.append(row)
+        parent_key = key
+    return proven
+
+
+def match(
+    index: Index, namespace: Namespace, token_ids: bytes, chunk_tokens: int, limit: int
+) -> Match:
+    """Return the longest stored prefix of the packed `token_ids`, of at most `limit` tokens. Reads no shard."""
+    n_prompt_tokens = len(token_ids) // TOKEN_BYTES
+    usable = token_ids[: limit * TOKEN_BYTES]
+    keys = list(full_chunks(namespace.root_key, usable, chunk_tokens))
+    with index.reading() as tx:
+        rows = chunk_rows.find(tx, [key for _, key in keys])
+        chain: list[ChunkRecord] = []
+        lost = False
+        for row in walk(rows, keys, namespace.id, usable, chunk_tokens):
+            if row.file_name is None:
+                lost = True
+                break
+            chain.append(row)
+        start = chain[-1].end if chain else 0
+        n_tokens = start
+        rest = usable[start * TOKEN_BYTES :]
+        if rest:
+            candidates = chunk_rows.children(
+                tx,
+                namespace.id,
+                chain[-1].key if chain else None,
+                unpack_token_ids(rest[:TOKEN_BYTES])[0],
+                MAX_CANDIDATES,
+            )
+            runs = [(common_run(c.token_ids, rest), c) for c in candidates if c.start == start]
+            # Of equally long runs the smallest file is read.
+            longest = max(runs, key=lambda run: (run[0], -run[1].n_bytes), default=None)
+            if longest is not None and longest[0]:
+                chain.append(longest[1])
+                n_tokens += longest[0]
+    if n_tokens == limit and n_tokens:
+        reason = REASON_ALL
+    elif lost:
+        reason = REASON_LOST
+    else:
+        reason = REASON_PARTIAL if n_tokens else REASON_NONE
+    return Match(
+        n_prompt_tokens=n_prompt_tokens,
+        n_tokens=n_tokens,
+        n_bytes=sum(c.n_bytes for c in chain),
+        reason=reason,
+        chunks=tuple(chain),
+    )
+
+
+def load(
+    found: Match,
+    layout: CacheLayout,
+    shards: ShardStore,
+    executor: Executor,
+    reserve: int,
+) -> Loaded:
+    """Read the shards of a match straight into the buffers of a new prompt cache.
+
+    The buffers have room for the whole prompt and `reserve` tokens. Where a shard fails, the cache ends before it: what
+    was read in front of it is right. A match of no tokens gives an empty list, as does a failure of the first shard.
+    """
+    from prefixbank.kvcache.assemble import PromptCacheBuffers  # late: imports MLX
+
+    if not found.chunks:
+        return Loaded([], found, ())
+    capacity = max(found.n_prompt_tokens + reserve, found.chunks[-1].end)
+    buffers = PromptCacheBuffers(layout, capacity)
+
+    def read(record: ChunkRecord) -> None:
+        if layout.data_bytes(record.n_tokens) + record.data_offset != record.n_bytes:
+            raise ShardCorruptError(f"shard {record.file_name} is not of this model's cache layout")
+        # A chunk that is used in part is read whole, so that its digest proves it; the rows behind
+        # the match lie beyond the cache's offset, where the next tokens overwrite them.
+        shards.read_into(record, buffers.runs(record.start, record.n_tokens))
+
+    futures = [executor.submit(read, record) for record in found.chunks]
+    failures: list[tuple[ChunkRecord, PrefixBankError]] = []
+    for record, future in zip(found.chunks, futures, strict=True):
+        try:
+            future.result()
+        except (ShardError, StorageError) as exc:
+            failures.append((record, exc))
+    if failures:
+        kept = found.chunks[: found.chunks.index(failures[0][0])]
+        found = replace(
+            found,
+            n_tokens=kept[-1].end if kept else 0,
+            n_bytes=sum(c.n_bytes for c in kept),
+            reason=REASON_LOST,
+            chunks=kept,
+        )
+    prompt_cache = buffers.build(found.n_tokens) if found.chunks else []
+    return Loaded(prompt_cache, found, tuple(failures))
+
+
+def heal(index: Index, shards: ShardStore, record: ChunkRecord, error: PrefixBankError) -> bool:
+    """Forget a shard that is missing or corrupt, and set a corrupt file aside; returns whether the index changed.
+
+    A shard that could merely not be read (no permission, too many open files) is left as it is.
+    """
+    if not isinstance(error, ShardError) or record.file_name is None:
+        return False
+    with index.writing() as tx:
+        healed = chunk_rows.heal(tx, record)
+    if healed and isinstance(error, ShardCorruptError):
+        shards.quarantine(record.file_name)
+    return healed

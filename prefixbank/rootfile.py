@@ -1,0 +1,118 @@
+"""Own the bank root: making it, recognising it, and `bank.json`; must not know the index or shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prefixbank.config import BANK_FILE
+from prefixbank.errors import BankNotFoundError, ConfigError, SchemaError, StorageError
+from prefixbank.shards import make_private_folder, sync_folder
+
+__all__ = ["INDEX_FILE", "BankFile", "create_root", "finish_root", "read_bank_file"]
+
+INDEX_FILE = "index.sqlite3"
+FORMAT_VERSION = 1
+DEFAULT_CHUNK_TOKENS = 256
+
+_MAY_LIE_IN_A_NEW_ROOT = {".gitignore", ".gitkeep", ".DS_Store", "README.md", "prefixes"}
+_FOLDERS = ("shards", "tmp", "quarantine")
+_CACHEDIR_TAG = (
+    "Signature: 8a477f597d28d172789f06886806bc55\n"
+    "# This folder is a prefixbank: a cache that can be made again. See https://bford.info/cachedir/\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BankFile:
+    """Hold what `bank.json` says; written once, when the bank is made.
+
+    `max_bytes` is the budget of whoever opens the bank without giving one; None is no limit.
+    """
+
+    bank_id: str
+    chunk_tokens: int
+    max_bytes: int | None
+    created_at: int
+    format_version: int = FORMAT_VERSION
+
+
+def read_bank_file(root: Path) -> BankFile:
+    """Return what `bank.json` says. Raises `BankNotFoundError` without one, `SchemaError` for an unknown format."""
+    path = root / BANK_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise BankNotFoundError(f"{root} is no bank: run `prefixbank --bank {root} init`") from exc
+    except OSError as exc:
+        raise StorageError(f"{path} can't be read: {exc.strerror or exc}") from exc
+    try:
+        stored: dict[str, Any] = json.loads(text)
+        version = stored["format_version"]
+        if stored.pop("format") != "prefixbank" or not isinstance(version, int):
+            raise ValueError("it is another program's")
+        if version != FORMAT_VERSION:
+            raise SchemaError(f"{path} has format {version}, this version knows {FORMAT_VERSION}: upgrade prefixbank")
+        found = BankFile(**stored)
+        if not 1 <= found.chunk_tokens <= 65536:
+            raise ValueError("chunk_tokens is out of range")
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise SchemaError(f"{path} is damaged ({exc}): restore it, or make a new bank elsewhere") from exc
+    return found
+
+
+def create_root(root: Path) -> None:
+    """Make the bank root's folders; `finish_root` then makes it a bank. Raises `ConfigError` for a folder in use."""
+    if root.exists() and not root.is_dir():
+        raise BankNotFoundError(f"{root} is a file, not a bank: give a folder")
+    if root.is_dir():
+        foreign = {entry.name for entry in root.iterdir()} - _MAY_LIE_IN_A_NEW_ROOT
+        # What an interrupted creation leaves may lie there too.
+        foreign -= {*_FOLDERS, "CACHEDIR.TAG", INDEX_FILE, f"{INDEX_FILE}-journal", f"{INDEX_FILE}-wal", f"{INDEX_FILE}-shm"}
+        foreign = {name for name in foreign if not name.startswith(BANK_FILE)}
+        if foreign:
+            raise ConfigError(
+                f"{root} is no bank and holds other files ({min(foreign)}): give an empty or a new folder"
+            )
+    for folder in (root, *(root / name for name in _FOLDERS)):
+        make_private_folder(folder)
+    _write_once(root / "CACHEDIR.TAG", _CACHEDIR_TAG)
+
+
+def finish_root(root: Path, *, chunk_tokens: int | None, max_bytes: int | None) -> BankFile:
+    """Write `bank.json`, the mark of a bank, unless another process was first; returns what it says."""
+    wanted = BankFile(
+        bank_id=uuid.uuid4().hex,
+        chunk_tokens=chunk_tokens or DEFAULT_CHUNK_TOKENS,
+        max_bytes=max_bytes,
+        created_at=int(time.time()),
+    )
+    text = json.dumps({"format": "prefixbank", **asdict(wanted)}, indent=2) + "\n"
+    _write_once(root / BANK_FILE, text)
+    return read_bank_file(root)
+
+
+def _write_once(path: Path, text: str) -> None:
+    """Create a file of mode 0600 with the text, all of it or nothing; leave one that is there as it is."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fchmod(file.fileno(), 0o600)
+                os.fsync(file.fileno())
+            with suppress(FileExistsError):
+                os.link(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(path.parent)
+    except OSError as exc:
+        raise StorageError(f"{path} can't be written: {exc.strerror or exc}") from exc

@@ -1,0 +1,292 @@
+"""Own storing a prefix: which chunks are new, their shards, their rows, and the tails that they supersede.
+
+Files come before rows, parents before children, and every file has its writer's own name; so two processes may store one
+prefix at once, and a crash leaves extra files, never a row without a whole file.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import sqlalchemy as sa
+
+from prefixbank import eviction
+from prefixbank.chunking import (
+    TOKEN_BYTES,
+    ChunkKey,
+    chunk_key,
+    common_run,
+    full_chunks,
+    unpack_token_ids,
+)
+from prefixbank.index import Index, chunk_rows, prefix_rows
+from prefixbank.layout import SHARD_FORMAT_VERSION, CacheLayout
+from prefixbank.resolver import MAX_CANDIDATES, walk
+from prefixbank.shards import Buffer, ShardStore, WrittenShard, disk_bytes
+from prefixbank.values import ChunkRecord, Namespace
+
+__all__ = ["RowSource", "Stored", "store"]
+
+_GROUP_BYTES = 256 << 20
+"""About how much is written before its rows are committed: a long store that is killed keeps most of its work."""
+
+
+class RowSource(Protocol):
+    """Give out the rows of a live prompt cache, in the order of a shard (`kvcache.capture.CapturedCache`)."""
+
+    def runs(self, start: int, n_tokens: int) -> Iterator[Buffer]:
+        """Yield the rows of the tokens `[start, start + n_tokens)`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Say what a store did.
+
+    `n_tokens` leading tokens are now in the bank, `last_key` being the chunk that holds the last of them (None for none)
+    and `known_keys` the chunks that were there before. `refused` says why it is fewer than asked for, or is "".
+    """
+
+    n_tokens: int
+    last_key: ChunkKey | None
+    known_keys: tuple[ChunkKey, ...] = ()
+    n_new_chunks: int = 0
+    n_written_bytes: int = 0
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """Hold one chunk that is to be stored: its record but for the file, and the head of its shard."""
+
+    record: ChunkRecord
+    header: bytes
+    disk_bytes: int
+
+
+def store(
+    index: Index,
+    shards: ShardStore,
+    namespace: Namespace,
+    token_ids: bytes,
+    chunk_tokens: int,
+    source: RowSource,
+    max_bytes: int | None,
+) -> Stored:
+    """Store the whole of the packed `token_ids`, tail included; what is there already is not written again.
+
+    Makes room first by evicting what was used least recently; where that can't be enough, nothing is stored and
+    `refused` says so. Raises `StorageError`, `BankBusyError` and the like; what was committed by then stays.
+    """
+    layout = CacheLayout.from_json(namespace.layout)
+    n_asked = len(token_ids) // TOKEN_BYTES
+    with index.reading() as tx:
+        known, drafts = _plan(tx, namespace, token_ids, chunk_tokens, layout)
+    there = list(known)
+    n_new_chunks = n_written_bytes = 0
+    refused = ""
+    needed = sum(draft.disk_bytes for draft in drafts)
+    chain = {record.key for record in known} | {draft.record.key for draft in drafts}
+    if drafts and max_bytes is not None:
+        if not eviction.make_room(index, shards, max_bytes, needed, chain):
+            drafts = []
+            refused = (
+                f"{needed} bytes do not fit into the budget of {max_bytes} bytes beside what is "
+                "pinned or in use: raise max_bytes"
+            )
+    for group in _groups(drafts):
+        added, already = _store_group(index, shards, group, source, [r.key for r in known])
+        there += [*added, *already]
+        n_new_chunks += len(added)
+        n_written_bytes += sum(record.n_bytes for record in added)
+        if len(added) + len(already) < len(group):
+            break
+    chain_there = _unbroken(there)
+    n_tokens = min(chain_there[-1].end, n_asked) if chain_there else 0
+    if n_tokens < n_asked and not refused:
+        refused = "a chunk key is another prefix's, or a parent chunk was removed meanwhile"
+    last_key = chain_there[-1].key if chain_there else None
+    return Stored(n_tokens, last_key, tuple(r.key for r in known), n_new_chunks, n_written_bytes, refused)
+
+
+def _unbroken(records: list[ChunkRecord]) -> list[ChunkRecord]:
+    """Return the records in their order, up to the first gap."""
+    end = 0
+    chain = []
+    for record in sorted(records, key=lambda record: record.start):
+        if record.start != end:
+            break
+        chain.append(record)
+        end = record.end
+    return chain
+
+
+def _plan(
+    tx: sa.Connection,
+    namespace: Namespace,
+    token_ids: bytes,
+    chunk_tokens: int,
+    layout: CacheLayout,
+) -> tuple[list[ChunkRecord], list[_Draft]]:
+    """Return the chunks of the prefix that are there, and drafts of those that are not, each from the root on.
+
+    A chunk whose key belongs to other token ids ends the plan: nothing can be stored behind it.
+    """
+    keys = list(full_chunks(namespace.root_key, token_ids, chunk_tokens))
+    rows = chunk_rows.find(tx, [key for _, key in keys])
+    proven = walk(rows, keys, namespace.id, token_ids, chunk_tokens)
+    known = [row for row in proven if row.file_name is not None]
+    drafts = [_draft(row, layout, namespace) for row in proven if row.file_name is None]
+    parent_key = proven[-1].key if proven else None
+    for start, key in keys[len(proven) :]:
+        if key in rows:
+            return known, drafts
+        ids = token_ids[start * TOKEN_BYTES : (start + chunk_tokens) * TOKEN_BYTES]
+        drafts.append(_draft(_record(namespace, parent_key, key, start, ids), layout, namespace))
+        parent_key = key
+    start = len(keys) * chunk_tokens
+    tail = token_ids[start * TOKEN_BYTES :]
+    if tail:
+        siblings = chunk_rows.children(
+            tx, namespace.id, parent_key, unpack_token_ids(tail[:TOKEN_BYTES])[0], MAX_CANDIDATES
+        )
+        n_tail = len(tail) // TOKEN_BYTES
+        covering = [s for s in siblings if s.start == start and common_run(s.token_ids, tail) == n_tail]
+        key = chunk_key(parent_key or namespace.root_key, tail)
+        record = _record(namespace, parent_key, key, start, tail)
+        row = chunk_rows.find(tx, [key]).get(key)
+        if covering:
+            known.append(min(covering, key=lambda sibling: sibling.n_tokens))
+        elif row is None:
+            drafts.append(_draft(record, layout, namespace))
+        elif row.file_name is not None and chunk_rows.same_chunk(row, record):
+            known.append(row)
+    return known, drafts
+
+
+def _record(
+    namespace: Namespace, parent_key: ChunkKey | None, key: ChunkKey, start: int, ids: bytes
+) -> ChunkRecord:
+    return ChunkRecord(
+        key=key,
+        parent_key=parent_key,
+        namespace_id=namespace.id,
+        start=start,
+        n_tokens=len(ids) // TOKEN_BYTES,
+        token_ids=ids,
+        file_name=None,
+        data_offset=0,
+        n_bytes=0,
+        disk_bytes=0,
+        digest=b"",
+    )
+
+
+def _draft(record: ChunkRecord, layout: CacheLayout, namespace: Namespace) -> _Draft:
+    """Return the draft of a chunk. The shard's metadata suffices to rebuild a lost index."""
+    header = layout.shard_header(
+        record.n_tokens,
+        {
+            "format": "prefixbank",
+            "format_version": SHARD_FORMAT_VERSION,
+            "fingerprint": namespace.fingerprint,
+            "salt_digest": namespace.salt_digest,
+            "label": namespace.label,
+            "layout": namespace.layout,
+            "root_key": namespace.root_key.hex(),
+            "chunk_key": record.key.hex(),
+            "parent_key": record.parent_key.hex() if record.parent_key else "",
+            "start": str(record.start),
+            "n_tokens": str(record.n_tokens),
+            "token_ids": json.dumps(unpack_token_ids(record.token_ids), separators=(",", ":")),
+        },
+    )
+    n_bytes = len(header) + layout.data_bytes(record.n_tokens)
+    return _Draft(record, header, disk_bytes(n_bytes))
+
+
+def _groups(drafts: list[_Draft]) -> Iterator[list[_Draft]]:
+    group: list[_Draft] = []
+    n_bytes = 0
+    for draft in drafts:
+        group.append(draft)
+        n_bytes += draft.disk_bytes
+        if n_bytes >= _GROUP_BYTES:
+            yield group
+            group, n_bytes = [], 0
+    if group:
+        yield group
+
+
+def _store_group(
+    index: Index,
+    shards: ShardStore,
+    group: list[_Draft],
+    source: RowSource,
+    known_keys: list[ChunkKey],
+) -> tuple[list[ChunkRecord], list[ChunkRecord]]:
+    """Write the shards of a group, then commit their rows.
+
+    Returns the chunks that were added and those that another writer had added first; both are fewer than the group
+    where a chunk could not be added: those behind it are left out too.
+    """
+    added: list[ChunkRecord] = []
+    already: list[ChunkRecord] = []
+    superseded: list[ChunkRecord] = []
+    with shards.writer() as writer:
+        written = []
+        for draft in group:
+            runs = source.runs(draft.record.start, draft.record.n_tokens)
+            shard = writer.write(draft.record.key, draft.header, runs)
+            written.append(_with_file(draft.record, shard))
+        writer.publish()
+        now_s = int(time.time())
+        with index.writing() as tx:
+            tick = chunk_rows.next_tick(tx)
+            chunk_rows.touch(tx, known_keys, tick, now_s, hits=0)
+            for record in written:
+                if chunk_rows.add(tx, record, tick, now_s):
+                    assert record.file_name is not None
+                    # Kept before the commit: should the commit fail, a file without a row is harmless.
+                    writer.keep(record.file_name)
+                    added.append(record)
+                    superseded += _supersede(tx, record)
+                elif _is_there(tx, record):
+                    already.append(record)
+                else:
+                    break
+    for tail in superseded:
+        if tail.file_name is not None:
+            shards.unlink(shards.path_of(tail.file_name))
+    return added, already
+
+
+def _with_file(record: ChunkRecord, shard: WrittenShard) -> ChunkRecord:
+    return replace(
+        record,
+        file_name=shard.file_name,
+        data_offset=shard.data_offset,
+        n_bytes=shard.n_bytes,
+        disk_bytes=shard.disk_bytes,
+        digest=shard.digest,
+    )
+
+
+def _is_there(tx: sa.Connection, record: ChunkRecord) -> bool:
+    """Tell whether another writer stored this very chunk first."""
+    row = chunk_rows.find(tx, [record.key]).get(record.key)
+    return row is not None and row.file_name is not None and chunk_rows.same_chunk(row, record)
+
+
+def _supersede(tx: sa.Connection, record: ChunkRecord) -> list[ChunkRecord]:
+    """Delete the rows of the tails that a new chunk covers, moving their names to it; returns them."""
+    tails = []
+    for tail in chunk_rows.shorter_siblings(tx, record):
+        prefix_rows.move(tx, tail.key, record.key)
+        if chunk_rows.delete(tx, tail):
+            tails.append(tail)
+    return tails

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from prefixbank.fewshot import Example, FewShotPrompt, RenderedPrompt
     from prefixbank.generation import BankedResponse, GenerationResult
     from prefixbank.kvcache.kinds import CacheKind, register_cache_kind
-    from prefixbank.model import BankedModel, Lease, Resolved, Warmed
+    from prefixbank.model import BankedModel, Warmed
+    from prefixbank.promptcaches import Lease, Resolved
     from prefixbank.storing import Stored
     from prefixbank.values import Match, PrefixRecord
 
@@ -70,13 +71,14 @@ _HOMES = {
     "fewshot": ("Example", "FewShotPrompt", "RenderedPrompt"),
     "generation": ("BankedResponse", "GenerationResult"),
     "kvcache.kinds": ("CacheKind", "register_cache_kind"),
-    "model": ("BankedModel", "Lease", "Resolved", "Warmed"),
+    "model": ("BankedModel", "Warmed"),
+    "promptcaches": ("Lease", "Resolved"),
     "storing": ("Stored",),
     "values": ("Match", "PrefixRecord"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [  # noqa: PLE0604  (the names of _HOMES, spelled out for readers and type checkers)
+__all__ = [
     "BankBusyError",
     "BankNotFoundError",
     "BankReadOnlyError",

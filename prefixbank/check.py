@@ -100,7 +100,11 @@ def check(
             or len(record.token_ids) != record.n_tokens * TOKEN_BYTES
         ):
             findings.append(
-                Finding("broken-chain", record.key.hex(), "its key, start or parent does not fit its token ids")
+                Finding(
+                    "broken-chain",
+                    record.key.hex(),
+                    "its key, start or parent does not fit its token ids",
+                )
             )
         findings += _check_shard(index, shards, record, read_data)
         done += record.n_bytes
@@ -113,22 +117,33 @@ def check(
     ]
     findings += _check_folders(shards)
     findings += [
-        Finding("leftover", file.path, "no row names this file: `prefixbank prune` deletes it", problem=False)
+        Finding(
+            "leftover",
+            file.path,
+            "no row names this file: `prefixbank prune` deletes it",
+            problem=False,
+        )
         for file in find_leftovers(index, shards, time.time())
     ]
     findings += [
-        Finding("quarantined", file.path, "set aside as damaged; delete it once looked at", problem=False)
+        Finding(
+            "quarantined",
+            file.path,
+            "set aside as damaged; delete it once looked at",
+            problem=False,
+        )
         for file in shards.iter_files("quarantine")
     ]
     return CheckReport(len(records), total, read_data, tuple(findings))
 
 
-def _check_shard(
-    index: Index, shards: ShardStore, record: ChunkRecord, read_data: bool
-) -> Iterator[Finding]:
+def _check_shard(index: Index, shards: ShardStore, record: ChunkRecord, read_data: bool) -> Iterator[Finding]:
     if record.file_name is None:
         yield Finding(
-            "hole", record.key.hex(), "its shard was lost; the next use stores it again", problem=False
+            "hole",
+            record.key.hex(),
+            "its shard was lost; the next use stores it again",
+            problem=False,
         )
         return
     try:

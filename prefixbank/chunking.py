@@ -1,8 +1,8 @@
 """Own chunk keys and file digests: the only importer of xxhash; must know nothing of files, rows or arrays.
 
 A chunk key is xxh3_128(parent key ‖ little-endian uint32 token ids), so one prefix has one address in every bank with
-the same `chunk_tokens`. xxh3 is no cryptographic hash: second preimages can be built at will. Keys locate; what proves a
-chunk are the token ids that the index keeps.
+the same `chunk_tokens`. xxh3 is no cryptographic hash: second preimages can be built at will. Keys locate; what proves
+a chunk are the token ids that the index keeps.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ def chunk_key(parent_key: ChunkKey, token_ids: bytes) -> ChunkKey:
     return ChunkKey(_hash128(parent_key + token_ids))
 
 
-def full_chunks(
-    root: ChunkKey, token_ids: bytes, chunk_tokens: int
-) -> Iterator[tuple[int, ChunkKey]]:
+def full_chunks(root: ChunkKey, token_ids: bytes, chunk_tokens: int) -> Iterator[tuple[int, ChunkKey]]:
     """Yield `(start, key)` of each full chunk of the packed `token_ids`; `start` counts tokens."""
     step = chunk_tokens * TOKEN_BYTES
     parent_key = root

@@ -1,4 +1,4 @@
-"""Own the options of a bank, the units that people write, and where the bank root is; must not touch the bank itself."""
+"""Own the options of a bank, the units that people write, and where the bank root is; must not touch a bank."""
 
 from __future__ import annotations
 

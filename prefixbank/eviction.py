@@ -90,9 +90,7 @@ def _removable(
     tx: sa.Connection, policy: PrunePolicy, kept_bytes: int, protected: Set[ChunkKey]
 ) -> Iterator[PlannedChunk]:
     """Yield the chunks that must go, least recently used first, until the policy holds."""
-    whole_namespace = (
-        policy.namespace_id is not None and policy.max_bytes is None and policy.unused_before is None
-    )
+    whole_namespace = policy.namespace_id is not None and policy.max_bytes is None and policy.unused_before is None
     must_stay = protected | prefix_rows.pinned_chain_keys(tx)
     removed_children: Counter[ChunkKey] = Counter()
     passed: dict[ChunkKey, ChunkRecord] = {}  # came up while something still stood on them
@@ -129,16 +127,14 @@ def _removable(
 
 
 def plan_removal(tx: sa.Connection, prefix_name: str) -> PrunePlan:
-    """Return the chunks that only the prefixes of one name need: no other name, and no longer prompt, stands on them."""
+    """Return the chunks that only the prefixes of one name need: no other name, no longer prompt stands on them."""
     prefixes = prefix_rows.list_all(tx)
     others = {p.chunk_key for p in prefixes if p.name != prefix_name and p.chunk_key is not None}
     needed = prefix_rows.chain_keys(tx, others)
     ends = {p.chunk_key for p in prefixes if p.name == prefix_name and p.chunk_key is not None}
     removed_children: Counter[ChunkKey] = Counter()
     chosen: list[PlannedChunk] = []
-    pending = sorted(
-        chunk_rows.find(tx, list(ends - needed)).values(), key=lambda record: record.start
-    )
+    pending = sorted(chunk_rows.find(tx, list(ends - needed)).values(), key=lambda record: record.start)
     while pending:
         record = pending.pop()
         if chunk_rows.count_children(tx, record.key) > removed_children[record.key]:
@@ -190,9 +186,7 @@ def execute(index: Index, shards: ShardStore, todo: PrunePlan) -> PrunePlan:
     return PrunePlan(tuple(removed), files, todo.kept_bytes)
 
 
-def make_room(
-    index: Index, shards: ShardStore, max_bytes: int, needed_bytes: int, protected: Set[ChunkKey]
-) -> bool:
+def make_room(index: Index, shards: ShardStore, max_bytes: int, needed_bytes: int, protected: Set[ChunkKey]) -> bool:
     """Evict what was used least recently until `needed_bytes` more fit; returns False where that can't be.
 
     Then nothing is evicted: a store that is refused must not empty the bank.

@@ -11,7 +11,7 @@ from prefixbank.chunking import TOKEN_BYTES, common_run, unpack_token_ids
 from prefixbank.values import ChunkRecord, Match, Namespace
 
 if TYPE_CHECKING:
-    from prefixbank.bank import PrefixBank
+    from prefixbank.session import BankSession
 
 __all__ = ["Explanation", "explain"]
 
@@ -41,12 +41,13 @@ class Explanation:
     def __str__(self) -> str:
         text = f"{self.n_matched_tokens} of {self.n_prompt_tokens} tokens are stored: {self.reason}"
         if self.stored_token is not None:
-            text += f"\n  here   {self.prompt_token} {self.prompt_text!r}\n  stored {self.stored_token} {self.stored_text!r}"
+            text += f"\n  here   {self.prompt_token} {self.prompt_text!r}"
+            text += f"\n  stored {self.stored_token} {self.stored_text!r}"
         return text
 
 
 def explain(
-    bank: PrefixBank,
+    session: BankSession,
     namespace: Namespace,
     token_ids: bytes,
     found: Match,
@@ -55,12 +56,12 @@ def explain(
     """Explain the match of packed token ids. Reads no shard."""
     at = found.n_tokens
     n_prompt = found.n_prompt_tokens
-    names = _names(bank, found)
+    names = _names(session, found)
     if found.reason == resolver.REASON_ALL:
         reason = "all but the last one, which is always computed" if at == n_prompt - 1 else "all that may be taken"
         return Explanation(n_prompt, at, None, None, None, None, None, names, reason)
     here = unpack_token_ids(token_ids[at * TOKEN_BYTES :][: _SHOWN_TOKENS * TOKEN_BYTES])
-    stored = _stored_behind(bank, namespace, found, token_ids)
+    stored = _stored_behind(session, namespace, found, token_ids)
     if stored:
         reason = f"token {at} differs from what is stored there"
     elif found.reason == resolver.REASON_LOST:
@@ -68,7 +69,7 @@ def explain(
     elif at:
         reason = f"nothing longer is stored: the stored prefix ends before token {at}"
     else:
-        reason = _reason_of_nothing(bank, namespace, token_ids)
+        reason = _reason_of_nothing(session, namespace, token_ids)
     return Explanation(
         n_prompt_tokens=n_prompt,
         n_matched_tokens=at,
@@ -82,22 +83,20 @@ def explain(
     )
 
 
-def _names(bank: PrefixBank, found: Match) -> tuple[str, ...]:
+def _names(session: BankSession, found: Match) -> tuple[str, ...]:
     if not found.chunks:
         return ()
     last = found.chunks[-1].key
-    return tuple(prefix.name for prefix in bank.prefixes() if prefix.chunk_key == last)
+    return tuple(prefix.name for prefix in session.prefixes() if prefix.chunk_key == last)
 
 
-def _stored_behind(
-    bank: PrefixBank, namespace: Namespace, found: Match, token_ids: bytes
-) -> list[int]:
+def _stored_behind(session: BankSession, namespace: Namespace, found: Match, token_ids: bytes) -> list[int]:
     """Return a few token ids that are stored where the match ends, or []."""
     at = found.n_tokens
     chain = list(found.chunks)
     if chain and chain[-1].end > at:  # the match ends inside this chunk
         return _from_offset(chain[-1], at)
-    siblings = bank.next_chunks(namespace, chain[-1].key if chain else None)
+    siblings = session.next_chunks(namespace, chain[-1].key if chain else None)
     rest = token_ids[at * TOKEN_BYTES :]
     closest = max(siblings, key=lambda s: common_run(s.token_ids, rest), default=None)
     return _from_offset(closest, at) if closest is not None else []
@@ -108,15 +107,15 @@ def _from_offset(record: ChunkRecord, at: int) -> list[int]:
     return unpack_token_ids(record.token_ids[low : low + _SHOWN_TOKENS * TOKEN_BYTES])
 
 
-def _reason_of_nothing(bank: PrefixBank, namespace: Namespace, token_ids: bytes) -> str:
+def _reason_of_nothing(session: BankSession, namespace: Namespace, token_ids: bytes) -> str:
     others = [
         other.label
-        for other, record in bank.first_chunks(token_ids)
+        for other, record in session.first_chunks(token_ids)
         if other.id != namespace.id and token_ids.startswith(record.token_ids)
     ]
     if others:
         return (
-            f"these tokens are stored for another model, adapter, salt or version of the weights ({others[0]}), not for "
-            "this one"
+            f"these tokens are stored for another model, adapter, salt or version of the weights ({others[0]}), "
+            "not for this one"
         )
     return "nothing that begins like this is stored for this model"

@@ -1,4 +1,4 @@
-"""Own few-shot prompts: instructions and examples, rendered with a query as plain text or chat messages; no tokens here."""
+"""Own few-shot prompts: instructions and examples, rendered with a query as text or chat messages; no tokens here."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class FewShotPrompt:
         {input_label}{query}
         {output_label}
 
-    With `chat=True` the instructions are the system message, and inputs and outputs those of user and assistant, for the
-    tokenizer's chat template. The labels are `"Input: "` and `"Output: "` unless given; in a chat they are empty.
+    With `chat=True` the instructions are the system message, and inputs and outputs those of user and assistant, for
+    the tokenizer's chat template. The labels are `"Input: "` and `"Output: "` unless given; in a chat they are empty.
     `name` is what `warm` calls the prefix unless told otherwise; `queries` are samples, for trying the prompt out.
 
     Raises `PromptError` for a prompt without instructions and examples.
@@ -83,7 +83,11 @@ class FewShotPrompt:
     @classmethod
     def from_mapping(cls, table: Mapping[str, Any], where: str) -> Self:
         """Make a prompt of plain values, as TOML and JSON give them; `where` is named in errors."""
-        types: dict[str, type | tuple[type, ...]] = {"chat": bool, "examples": list, "queries": list}
+        types: dict[str, type | tuple[type, ...]] = {
+            "chat": bool,
+            "examples": list,
+            "queries": list,
+        }
         known = {field.name for field in fields(cls)}
         for key, value in table.items():
             if key not in known:

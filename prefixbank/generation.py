@@ -9,31 +9,28 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse, stream_generate
 
 from prefixbank.chunking import unpack_token_ids
+from prefixbank.promptcaches import Progress, PromptCaches, Resolved
 from prefixbank.prompts import EncodedPrompt
 from prefixbank.values import Match
-
-if TYPE_CHECKING:
-    from prefixbank.model import BankedModel, Resolved
 
 __all__ = ["BankedResponse", "GenerationOptions", "GenerationResult", "collect", "stream"]
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-Progress = Callable[[int, int], None]
 
 
 @dataclass
-class BankedResponse(GenerationResponse):
+class BankedResponse(GenerationResponse):  # type: ignore[misc]  # mlx-lm is untyped
     """Be mlx-lm's `GenerationResponse` for the whole prompt, with what the bank did.
 
-    `prompt_tokens` counts the whole prompt and `prompt_tps` the tokens computed; `ttft_s` is the time in seconds from the
-    call to the first token, matching and loading included.
+    `prompt_tokens` counts the whole prompt and `prompt_tps` the tokens computed; `ttft_s` is the time in seconds from
+    the call to the first token, matching and loading included.
     """
 
     cached_tokens: int = 0
@@ -74,14 +71,15 @@ class GenerationOptions:
 
 
 def stream(
-    llm: BankedModel,
+    caches: PromptCaches,
+    tokenizer: Any,
     prompt: EncodedPrompt,
     options: GenerationOptions,
     started_at: float,
     outcome: list[Resolved],
 ) -> Iterator[BankedResponse]:
     """Yield the answer piece by piece; appends what the bank gave to `outcome` first."""
-    resolved = llm.resolve_encoded(
+    resolved = caches.resolve(
         prompt,
         reserve=options.reserve if options.reserve is not None else options.max_tokens,
         hold_back=options.hold_back,
@@ -89,21 +87,21 @@ def stream(
     token_ids = unpack_token_ids(prompt.token_ids)
     n_cached = resolved.match.n_tokens
     outcome.append(resolved)
-    llm.bank.count(cached_tokens=n_cached, computed_tokens=len(resolved.rest))
+    caches.session.count(cached_tokens=n_cached, computed_tokens=len(resolved.rest))
     answer: list[int] = []
     ttft_s = 0.0
     done = False
     responses = stream_generate(
-        llm.model,
-        llm.tokenizer,
+        caches.model,
+        tokenizer,
         resolved.rest,
         max_tokens=options.max_tokens,
         sampler=options.sampler,
         prompt_cache=resolved.prompt_cache,
-        prefill_step_size=options.prefill_step_size or llm.prefill_step_size,
+        prefill_step_size=options.prefill_step_size or caches.prefill_step_size,
         prompt_progress_callback=_shifted(options.progress, n_cached),
         logits_processors=_seeing_all(options.logits_processors, token_ids[:n_cached]),
-        **llm.quantization.generate_options(),
+        **caches.quantization.generate_options(),
     )
     try:
         with closing(responses):
@@ -124,9 +122,7 @@ def stream(
         raise
     finally:
         if done:
-            llm.store_after_generation(
-                prompt, resolved, answer, keep=options.keep, hold_back=options.hold_back
-            )
+            caches.store_after_generation(prompt, resolved, answer, keep=options.keep, hold_back=options.hold_back)
 
 
 def collect(

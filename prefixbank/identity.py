@@ -17,7 +17,7 @@ from prefixbank.layout import CacheLayout
 from prefixbank.values import Namespace
 
 if TYPE_CHECKING:
-    from prefixbank.bank import PrefixBank
+    from prefixbank.session import BankSession
 
 __all__ = ["ModelIdentity"]
 
@@ -43,11 +43,11 @@ class ModelIdentity:
         self._arrays = live_arrays(model)
         self._known: tuple[Namespace, CacheLayout] | None = None
 
-    def identify(self, bank: PrefixBank) -> tuple[Namespace, CacheLayout]:
+    def identify(self, session: BankSession) -> tuple[Namespace, CacheLayout]:
         """Return the namespace and cache layout of the model as it is now.
 
-        A model whose arrays were swapped since is another one, whatever its files say: then its parameters are digested.
-        Raises `UnsupportedCacheError` for a cache that can't be stored, and the bank's errors.
+        A model whose arrays were swapped since is another one, whatever its files say: then its parameters are
+        digested. Raises `UnsupportedCacheError` for a cache that can't be stored, and the bank's errors.
         """
         arrays = live_arrays(self._model)
         if len(arrays) != len(self._arrays) or any(
@@ -63,7 +63,7 @@ class ModelIdentity:
         fingerprint = fingerprints.fingerprint(
             {**self._parts, "kv": asdict(self._quantization), "layout": layout.to_json()}
         )
-        namespace = bank.namespace(
+        namespace = session.namespace(
             Namespace(
                 id=0,
                 root_key=root_key(fingerprint, self._salt),

@@ -1,74 +1,41 @@
 """Own a model that works from a bank: matching, resolving, prefilling, storing, lending, generating.
 
-On the way to a generation nothing that is wrong with the bank raises: it becomes a miss and one `BankWarning`. `put` and
-`warm` are asked for, so they raise.
+On the way to a generation nothing that is wrong with the bank raises: it becomes a miss and one `BankWarning`. `put`
+and `warm` are asked for, so they raise.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self
 
-import mlx.core as mx
-from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from prefixbank import explain as explaining
 from prefixbank import fingerprint as fingerprints
 from prefixbank import generation
 from prefixbank.chunking import TOKEN_BYTES, unpack_token_ids
-from prefixbank.errors import ConfigError, PrefixBankError, PromptError, UnsupportedCacheError
+from prefixbank.errors import ConfigError, PromptError
 from prefixbank.fewshot import FewShotPrompt
 from prefixbank.identity import ModelIdentity
 from prefixbank.kvcache import loading
-from prefixbank.kvcache.assemble import cut_to
-from prefixbank.kvcache.capture import CapturedCache, n_cached_tokens
-from prefixbank.kvcache.probe import KVQuantization, new_prompt_cache, quantize
+from prefixbank.kvcache.probe import KVQuantization
 from prefixbank.layout import CacheLayout
-from prefixbank.prompts import EncodedPrompt, Prompt, PromptEncoder
+from prefixbank.promptcaches import Lease, Progress, PromptCaches, Resolved
+from prefixbank.prompts import Prompt, PromptEncoder
+from prefixbank.session import BankSession
 from prefixbank.storing import Stored
 from prefixbank.values import Match, Namespace, PrefixRecord
 
-if TYPE_CHECKING:
-    from prefixbank.bank import PrefixBank
-
-__all__ = ["BankedModel", "Lease", "Resolved", "Warmed"]
+__all__ = ["BankedModel", "Warmed"]
 
 DEFAULT_RESERVE = 256
 DEFAULT_PREFILL_STEP_SIZE = 2048
-REASON_UNSUPPORTED = "unsupported"
-REASON_UNAVAILABLE = "unavailable"
-
-Progress = Callable[[int, int], None]
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """Hold a prompt cache with the token ids that it lacks.
-
-    Pass `rest` (never empty) as the prompt and `prompt_cache` to `mlx_lm.generate`, `stream_generate` or
-    `batch_generate`; the cache is changed by that. `computed_tokens` were computed on the way here.
-    """
-
-    prompt_cache: list[Any]
-    rest: list[int]
-    match: Match
-    computed_tokens: int = 0
-
-    @property
-    def cached_tokens(self) -> int:
-        """Return how many tokens came from the bank."""
-        return self.match.n_tokens
-
-
-Lease = Resolved
-"""A `Resolved` that goes back when the block of `checkout` ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +56,13 @@ class Warmed:
 class BankedModel:
     """Run a model from a bank. Make one with `PrefixBank.load_model` or `PrefixBank.attach`.
 
-    A prompt is a text, token ids, chat messages, or what `FewShotPrompt.render` returns; always the whole prompt, never a
-    suffix. Attributes: `model` and `tokenizer` are mlx-lm's, `bank` is the bank, `label` names the model in lists.
+    A prompt is a text, token ids, chat messages, or what `FewShotPrompt.render` returns; always the whole prompt, never
+    a suffix. Attributes: `model` and `tokenizer` are mlx-lm's, `label` names the model in lists.
     """
 
     def __init__(
         self,
-        bank: PrefixBank,
+        session: BankSession,
         model: Any,
         tokenizer: Any,
         *,
@@ -105,25 +72,18 @@ class BankedModel:
         prefill_step_size: int,
         file_parts: Mapping[str, object] | None,
     ) -> None:
-        if prefill_step_size < 1:
-            raise ConfigError(f"prefill_step_size={prefill_step_size} must be at least 1")
-        self.bank = bank
         self.model = model
-        self.tokenizer = (
-            tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-        )
+        self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self.label = label
-        self.quantization = quantization
-        self.prefill_step_size = prefill_step_size
         self._encoder = PromptEncoder(self.tokenizer)
-        self._identity = ModelIdentity(
-            model, label=label, quantization=quantization, salt=salt, file_parts=file_parts
-        )
+        identity = ModelIdentity(model, label=label, quantization=quantization, salt=salt, file_parts=file_parts)
+        self._caches = PromptCaches(session, model, identity, quantization, prefill_step_size)
+        self._session = session
 
     @classmethod
     def load(
         cls,
-        bank: PrefixBank,
+        session: BankSession,
         path_or_hub_id: str | os.PathLike[str],
         *,
         adapter_path: str | os.PathLike[str] | None = None,
@@ -142,21 +102,19 @@ class BankedModel:
         adapter_folder = None if adapter_path is None else Path(adapter_path)
         files = fingerprints.list_model_files(folder)
         adapter_files = fingerprints.list_adapter_files(adapter_folder) if adapter_folder else []
-        parts: dict[str, object] = {
-            "model": bank.digest_files(files),
-            "adapter": bank.digest_files(adapter_files),
-        }
+
+        def digests() -> dict[str, object]:
+            return {"model": session.digest_files(files), "adapter": session.digest_files(adapter_files)}
+
+        parts = digests()
         model, tokenizer, loaded_as = loading.load_model_and_tokenizer(
             folder, adapter_folder, precision, tokenizer_config, trust_remote_code
         )
         # Weights that were overwritten while mlx-lm read them would get the fingerprint of the old ones.
-        if parts != {
-            "model": bank.digest_files(files),
-            "adapter": bank.digest_files(adapter_files),
-        }:
+        if digests() != parts:
             raise ConfigError(f"{folder} changed while it was loaded: load it again")
         return cls(
-            bank,
+            session,
             model,
             tokenizer,
             label=str(path_or_hub_id) + (f" + {adapter_path}" if adapter_path else ""),
@@ -169,7 +127,7 @@ class BankedModel:
     @classmethod
     def attach(
         cls,
-        bank: PrefixBank,
+        session: BankSession,
         model: Any,
         tokenizer: Any,
         *,
@@ -179,7 +137,7 @@ class BankedModel:
     ) -> Self:
         """Attach a loaded model; see `PrefixBank.attach`."""
         return cls(
-            bank,
+            session,
             model,
             tokenizer,
             label=f"{getattr(model, 'model_type', type(model).__name__)} (attached)",
@@ -194,12 +152,12 @@ class BankedModel:
     @property
     def namespace(self) -> Namespace:
         """Return the namespace of the model as it is now. Raises `UnsupportedCacheError` and the bank's errors."""
-        return self._identity.identify(self.bank)[0]
+        return self._caches.identify()[0]
 
     @property
     def layout(self) -> CacheLayout:
         """Return the layout of the model's prompt cache. Raises as `namespace` does."""
-        return self._identity.identify(self.bank)[1]
+        return self._caches.identify()[1]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a whole prompt. Raises `PromptError`."""
@@ -214,36 +172,15 @@ class BankedModel:
 
         At least one token, and at least the last `hold_back`, are left to compute. Raises `PromptError`.
         """
-        return self._match(self._encoder.encode(prompt), hold_back)
+        return self._caches.match(self._encoder.encode(prompt), hold_back)
 
     def explain(self, prompt: Prompt) -> explaining.Explanation:
         """Say how far a prompt matches, which token differs, and what is stored there. Raises the bank's errors."""
         encoded = self._encoder.encode(prompt)
         namespace = self.namespace
         limit = len(encoded.token_ids) // TOKEN_BYTES - 1
-        found = self.bank.match(namespace, encoded.token_ids, limit)
-        return explaining.explain(
-            self.bank, namespace, encoded.token_ids, found, self._encoder.decode
-        )
-
-    def _match(self, encoded: EncodedPrompt, hold_back: int) -> Match:
-        if hold_back < 0:
-            raise ConfigError(f"hold_back={hold_back} must not be negative")
-        n_tokens = len(encoded.token_ids) // TOKEN_BYTES
-        limit = max(n_tokens - max(hold_back, 1), 0)
-
-        def look() -> Match:
-            return self.bank.match(self.namespace, encoded.token_ids, limit)
-
-        self.bank.count(matches=1)
-        try:
-            return look()
-        except PrefixBankError as exc:
-            self._warn_of(exc, "match")
-            reason = (
-                REASON_UNSUPPORTED if isinstance(exc, UnsupportedCacheError) else REASON_UNAVAILABLE
-            )
-            return Match(n_tokens, 0, 0, reason)
+        found = self._session.match(namespace, encoded.token_ids, limit)
+        return explaining.explain(self._session, namespace, encoded.token_ids, found, self._encoder.decode)
 
     # --- resuming and computing
 
@@ -257,33 +194,7 @@ class BankedModel:
 
         Without a match, or where the bank fails, the cache is empty and `rest` the whole prompt. Raises `PromptError`.
         """
-        return self.resolve_encoded(
-            self._encoder.encode(prompt), reserve=reserve, hold_back=hold_back
-        )
-
-    def resolve_encoded(
-        self, encoded: EncodedPrompt, *, reserve: int, hold_back: int = 0
-    ) -> Resolved:
-        """Do what `resolve` does, for an encoded prompt."""
-        found = self._match(encoded, hold_back)
-        found, prompt_cache = self._load(found, max(reserve, 0))
-        rest = unpack_token_ids(encoded.token_ids[found.n_tokens * TOKEN_BYTES :])
-        return Resolved(prompt_cache, rest, found)
-
-    def _load(self, found: Match, reserve: int) -> tuple[Match, list[Any]]:
-        """Return the prompt cache of a match, and the match as far as its shards were whole."""
-        if found.n_tokens:
-            try:
-                loaded = self.bank.load(found, self.layout, reserve)
-            except (PrefixBankError, RuntimeError) as exc:  # RuntimeError: MLX has no memory left
-                self._warn_of(exc, "load")
-                found = replace(found, n_tokens=0, n_bytes=0, reason=REASON_UNAVAILABLE, chunks=())
-            else:
-                found = loaded.match
-                if found.n_tokens:
-                    self._note_use(found)
-                    return found, loaded.prompt_cache
-        return found, new_prompt_cache(self.model)
+        return self._caches.resolve(self._encoder.encode(prompt), reserve=reserve, hold_back=hold_back)
 
     def prefill(
         self,
@@ -306,44 +217,15 @@ class BankedModel:
         What can't be stored is computed all the same, with one warning. Raises `PromptError`.
         """
         encoded = self._encoder.encode(prompt)
-        resolved = self.resolve_encoded(encoded, reserve=reserve, hold_back=hold_back)
+        resolved = self._caches.resolve(encoded, reserve=reserve, hold_back=hold_back)
         end = max(len(encoded.token_ids) // TOKEN_BYTES - max(hold_back, 1), 0)
         token_ids = unpack_token_ids(encoded.token_ids)
         start = resolved.match.n_tokens
-        self._compute(resolved.prompt_cache, token_ids, start, end, prefill_step_size, progress)
-        self.bank.count(cached_tokens=start, computed_tokens=end - start)
+        self._caches.compute(resolved.prompt_cache, token_ids, start, end, prefill_step_size, progress)
+        self._session.count(cached_tokens=start, computed_tokens=end - start)
         if start < end:
-            self._try_store(encoded.token_ids[: end * TOKEN_BYTES], resolved.prompt_cache)
+            self._caches.try_store(encoded.token_ids[: end * TOKEN_BYTES], resolved.prompt_cache)
         return Resolved(resolved.prompt_cache, token_ids[end:], resolved.match, end - start)
-
-    def _compute(
-        self,
-        prompt_cache: list[Any],
-        token_ids: Sequence[int],
-        start: int,
-        end: int,
-        prefill_step_size: int | None,
-        progress: Progress | None,
-    ) -> None:
-        """Run the tokens `[start, end)` through the model in steps that end at chunk boundaries."""
-        step = prefill_step_size or self.prefill_step_size
-        if step < 1:
-            raise ConfigError(f"prefill_step_size={step} must be at least 1")
-        if progress is not None:
-            progress(start, end)
-        with wired_limit(self.model, [generation_stream]), mx.stream(generation_stream):
-            while start < end:
-                stop = min(start + step, end)
-                aligned = stop - stop % self.bank.chunk_tokens
-                if stop < end and aligned > start:
-                    stop = aligned
-                self.model(mx.array(token_ids[start:stop])[None], cache=prompt_cache)
-                quantize(prompt_cache, self.quantization)
-                mx.eval([layer_cache.state for layer_cache in prompt_cache])
-                mx.clear_cache()
-                start = stop
-                if progress is not None:
-                    progress(start, end)
 
     # --- storing
 
@@ -353,50 +235,7 @@ class BankedModel:
         The caller vouches that the cache was computed by this model from exactly these tokens. Raises
         `UnsupportedCacheError`, `FingerprintMismatchError` for a cache of another layout, and the bank's errors.
         """
-        return self._store(self._encoder.encode(prompt).token_ids, prompt_cache)
-
-    def _store(self, token_ids: bytes, prompt_cache: Sequence[Any]) -> Stored:
-        namespace, layout = self._identity.identify(self.bank)
-        n_held = n_cached_tokens(prompt_cache)
-        if n_held == 0:
-            return Stored(0, None)
-        token_ids = token_ids[: n_held * TOKEN_BYTES]
-        return self.bank.store(namespace, token_ids, CapturedCache(prompt_cache, layout))
-
-    def _try_store(self, token_ids: bytes, prompt_cache: Sequence[Any]) -> None:
-        """Store on the way to a generation, where it is merely a pity if that fails."""
-        if self.bank.read_only or not token_ids:
-            return
-        try:
-            self._store(token_ids, prompt_cache)
-        except (PrefixBankError, RuntimeError) as exc:
-            self._warn_of(exc, "store")
-
-    def store_after_generation(
-        self,
-        encoded: EncodedPrompt,
-        resolved: Resolved,
-        answer: Sequence[int],
-        *,
-        keep: bool,
-        hold_back: int,
-    ) -> None:
-        """Store what a generation should leave: the declared shots, else full chunks; with `keep`, everything."""
-        from prefixbank.chunking import pack_token_ids
-
-        n_prompt = len(encoded.token_ids) // TOKEN_BYTES
-        token_ids = encoded.token_ids
-        if keep:
-            token_ids += pack_token_ids(answer)
-        elif encoded.n_shared_tokens is not None:
-            n_tokens = min(encoded.n_shared_tokens, n_prompt - hold_back)
-            token_ids = token_ids[: max(n_tokens, 0) * TOKEN_BYTES]
-        else:
-            n_tokens = max(n_prompt - hold_back, 0)
-            n_tokens -= n_tokens % self.bank.chunk_tokens
-            token_ids = token_ids[: n_tokens * TOKEN_BYTES]
-        if len(token_ids) // TOKEN_BYTES > resolved.match.n_tokens:
-            self._try_store(token_ids, resolved.prompt_cache)
+        return self._caches.store(self._encoder.encode(prompt).token_ids, prompt_cache)
 
     def warm(
         self,
@@ -427,23 +266,23 @@ class BankedModel:
             raise PromptError("these prompts share no token: there is nothing to warm")
         if pin and name is None:
             raise ConfigError("a pin needs a name: give name=")
-        namespace, layout = self._identity.identify(self.bank)
+        namespace, _ = self._caches.identify()
         n_tokens = len(packed) // TOKEN_BYTES
-        found = self.bank.match(namespace, packed, n_tokens)
+        found = self._session.match(namespace, packed, n_tokens)
         stored = Stored(found.n_tokens, found.chunks[-1].key if found.chunks else None)
         n_cached = found.n_tokens
         if found.n_tokens < n_tokens:
-            found, prompt_cache = self._load(found, 0)
+            found, prompt_cache = self._caches.load(found, 0)
             n_cached = found.n_tokens
             token_ids = unpack_token_ids(packed)
-            self._compute(prompt_cache, token_ids, n_cached, n_tokens, prefill_step_size, progress)
-            stored = self.bank.store(namespace, packed, CapturedCache(prompt_cache, layout))
+            self._caches.compute(prompt_cache, token_ids, n_cached, n_tokens, prefill_step_size, progress)
+            stored = self._caches.store(packed, prompt_cache)
         elif progress is not None:
             progress(n_tokens, n_tokens)
-        self.bank.count(cached_tokens=n_cached, computed_tokens=n_tokens - n_cached)
+        self._session.count(cached_tokens=n_cached, computed_tokens=n_tokens - n_cached)
         if name is not None:
             whole = stored.n_tokens == n_tokens
-            self.bank.name_prefix(
+            self._session.name_prefix(
                 PrefixRecord(
                     name=name,
                     namespace_id=namespace.id,
@@ -454,47 +293,35 @@ class BankedModel:
                     created_at=int(time.time()),
                 )
             )
-        return Warmed(
-            name, n_tokens, stored.n_tokens, n_cached, n_tokens - n_cached, stored.n_written_bytes
-        )
+        return Warmed(name, n_tokens, stored.n_tokens, n_cached, n_tokens - n_cached, stored.n_written_bytes)
 
     # --- lending
 
     @contextmanager
-    def checkout(
-        self, prompt: Prompt, *, reserve: int = DEFAULT_RESERVE, hold_back: int = 0
-    ) -> Iterator[Lease]:
+    def checkout(self, prompt: Prompt, *, reserve: int = DEFAULT_RESERVE, hold_back: int = 0) -> Iterator[Lease]:
         """Lend the prompt cache of a prompt's stored prefix; it is taken back, cut to that prefix, when the block ends.
 
-        The next `checkout` with the same prefix gets it from memory, within the bank's `memory_bytes`. While it is lent,
-        another checkout of the prefix gets a cache of its own. Arguments and errors as for `resolve`.
+        The next `checkout` with the same prefix gets it from memory, within the bank's `memory_bytes`. While it is
+        lent, another checkout of the prefix gets a cache of its own. Arguments and errors as for `resolve`.
         """
         encoded = self._encoder.encode(prompt)
-        found = self._match(encoded, hold_back)
+        found = self._caches.match(encoded, hold_back)
         what = (found.chunks[-1].key, found.n_tokens) if found.chunks else None
-        prompt_cache = self.bank.memory.take(what) if what is not None else None
+        prompt_cache = self._session.memory.take(what) if what is not None else None
         if prompt_cache is None:
             wanted = found.n_tokens
-            found, prompt_cache = self._load(found, reserve)
+            found, prompt_cache = self._caches.load(found, reserve)
             if found.n_tokens != wanted:
                 what = None
         else:
-            self._note_use(found)
+            self._caches.note_use(found)
         rest = unpack_token_ids(encoded.token_ids[found.n_tokens * TOKEN_BYTES :])
         lease = Lease(prompt_cache, rest, found)
         try:
             yield lease
         finally:
             if what is not None:
-                self._take_back(what, prompt_cache, found.n_tokens)
-
-    def _take_back(self, what: tuple[bytes, int], prompt_cache: list[Any], n_tokens: int) -> None:
-        """Keep a lent cache, unless what was done to it leaves any doubt."""
-        try:
-            kept = cut_to(prompt_cache, self.layout, n_tokens)
-        except PrefixBankError:
-            return
-        self.bank.memory.give(what, kept, sum(layer_cache.nbytes for layer_cache in kept))
+                self._caches.take_back(what, prompt_cache, found.n_tokens)
 
     # --- generating
 
@@ -548,10 +375,11 @@ class BankedModel:
         )
 
     def stream_generate(self, prompt: Prompt, **options: Any) -> Iterator[generation.BankedResponse]:
-        """Yield the answer as it comes, as mlx-lm's `GenerationResponse` with `cached_tokens`, `computed_tokens`, `ttft_s`.
+        """Yield the answer as it comes, as mlx-lm's `GenerationResponse` with `cached_tokens`, `computed_tokens`,
+        `ttft_s`.
 
-        Options are those of `generate` but `return_prompt_cache`. What is to be stored is stored when the answer ends or
-        the caller stops asking.
+        Options are those of `generate` but `return_prompt_cache`. What is to be stored is stored when the answer ends
+        or the caller stops asking.
         """
         try:
             given = generation.GenerationOptions(**options)
@@ -563,27 +391,10 @@ class BankedModel:
         self, prompt: Prompt, options: generation.GenerationOptions, outcome: list[Resolved]
     ) -> Iterator[generation.BankedResponse]:
         started_at = time.perf_counter()
+        if options.max_tokens == 0:
+            raise ConfigError("max_tokens must not be 0: give a number of tokens, or -1 for no limit")
         encoded = self._encoder.encode(prompt)
-        return generation.stream(self, encoded, options, started_at, outcome)
-
-    # --- what goes wrong
-
-    def _note_use(self, found: Match) -> None:
-        try:
-            self.bank.note_use(found)
-        except PrefixBankError as exc:
-            self._warn_of(exc, "note")
-
-    def _warn_of(self, error: Exception, action: str) -> None:
-        if isinstance(error, UnsupportedCacheError):
-            cause = str(error).split(" ", 1)[0]
-            self.bank.count_unsupported(cause)
-            self.bank.warn(f"unsupported {cause}", str(error))
-            return
-        self.bank.warn(
-            f"{action} {type(error).__name__}",
-            f"the bank could not be used ({action}): {error}; generation goes on without it",
-        )
+        return generation.stream(self._caches, self.tokenizer, encoded, options, started_at, outcome)
 
 
 def _quantization(kv_options: Mapping[str, Any]) -> KVQuantization:

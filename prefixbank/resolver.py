@@ -1,7 +1,7 @@
 """Own finding the longest stored prefix of a prompt, and loading it; must know neither SQL nor file formats.
 
-Chunk keys locate rows in one query; the token ids in the rows prove them, from the root on. The last chunk may be used in
-part, so that a match ends where the prompts part, not where a chunk does.
+Chunk keys locate rows in one query; the token ids in the rows prove them, from the root on. The last chunk may be used
+in part, so that a match ends where the prompts part, not where a chunk does.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ def walk(
     return proven
 
 
-def match(
-    index: Index, namespace: Namespace, token_ids: bytes, chunk_tokens: int, limit: int
-) -> Match:
+def match(index: Index, namespace: Namespace, token_ids: bytes, chunk_tokens: int, limit: int) -> Match:
     """Return the longest stored prefix of the packed `token_ids`, of at most `limit` tokens. Reads no shard."""
     n_prompt_tokens = len(token_ids) // TOKEN_BYTES
     usable = token_ids[: limit * TOKEN_BYTES]

@@ -74,7 +74,14 @@ def create_root(root: Path) -> None:
     if root.is_dir():
         foreign = {entry.name for entry in root.iterdir()} - _MAY_LIE_IN_A_NEW_ROOT
         # What an interrupted creation leaves may lie there too.
-        foreign -= {*_FOLDERS, "CACHEDIR.TAG", INDEX_FILE, f"{INDEX_FILE}-journal", f"{INDEX_FILE}-wal", f"{INDEX_FILE}-shm"}
+        foreign -= {
+            *_FOLDERS,
+            "CACHEDIR.TAG",
+            INDEX_FILE,
+            f"{INDEX_FILE}-journal",
+            f"{INDEX_FILE}-wal",
+            f"{INDEX_FILE}-shm",
+        }
         foreign = {name for name in foreign if not name.startswith(BANK_FILE)}
         if foreign:
             raise ConfigError(

@@ -158,9 +158,7 @@ def _translated(error: Exception, index_path: Path) -> PrefixBankError:
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return BankBusyError(f"another process holds {index_path}: try again, or raise the time limit")
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return IndexCorruptError(
-            f"{index_path} is damaged ({cause}): move it aside and warm the bank again"
-        )
+        return IndexCorruptError(f"{index_path} is damaged ({cause}): move it aside and warm the bank again")
     if code == sqlite3.SQLITE_READONLY:
         return BankReadOnlyError(f"{index_path} can't be written: open the bank with read_only=True")
     if code == sqlite3.SQLITE_ERROR and "no such" in str(cause):
@@ -168,9 +166,7 @@ def _translated(error: Exception, index_path: Path) -> PrefixBankError:
     return StorageError(f"the index {index_path} could not be used: {cause}")
 
 
-def make_engine(
-    index_path: Path, *, read_only: bool, durability: Durability, busy_timeout_s: float
-) -> sa.Engine:
+def make_engine(index_path: Path, *, read_only: bool, durability: Durability, busy_timeout_s: float) -> sa.Engine:
     """Return an engine on an existing index file; it never creates one.
 
     Transactions start with an explicit BEGIN: sqlite3's own handling opens none for SELECT, so that a read and the

@@ -200,7 +200,7 @@ class ShardStore:
         return True
 
     def iter_files(self, folder: str) -> Iterator[FileOnDisk]:
-        """Yield what lies in `shards`, `tmp` or `quarantine`, folders aside; files that vanish meanwhile are left out."""
+        """Yield what lies in `shards`, `tmp` or `quarantine`, folders aside; files that vanish meanwhile do not count."""
         pending = [self.root / folder]
         while pending:
             try:
@@ -236,9 +236,7 @@ class ShardWriter:
         n_bytes = len(header)
         try:
             make_private_folder(temporary.parent)
-            descriptor = os.open(
-                temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
-            )
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 os.fchmod(descriptor, 0o600)
                 pending: list[Buffer] = [memoryview(header)]

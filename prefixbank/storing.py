@@ -1,7 +1,7 @@
 """Own storing a prefix: which chunks are new, their shards, their rows, and the tails that they supersede.
 
-Files come before rows, parents before children, and every file has its writer's own name; so two processes may store one
-prefix at once, and a crash leaves extra files, never a row without a whole file.
+Files come before rows, parents before children, and every file has its writer's own name; so two processes may store
+one prefix at once, and a crash leaves extra files, never a row without a whole file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sqlalchemy as sa
 from prefixbank import eviction
 from prefixbank.chunking import (
     TOKEN_BYTES,
-    ChunkKey,
     chunk_key,
     common_run,
     full_chunks,
@@ -27,7 +26,7 @@ from prefixbank.index import Index, chunk_rows, prefix_rows
 from prefixbank.layout import SHARD_FORMAT_VERSION, CacheLayout
 from prefixbank.resolver import MAX_CANDIDATES, walk
 from prefixbank.shards import Buffer, ShardStore, WrittenShard, disk_bytes
-from prefixbank.values import ChunkRecord, Namespace
+from prefixbank.values import ChunkKey, ChunkRecord, Namespace
 
 __all__ = ["RowSource", "Stored", "store"]
 
@@ -47,8 +46,8 @@ class RowSource(Protocol):
 class Stored:
     """Say what a store did.
 
-    `n_tokens` leading tokens are now in the bank, `last_key` being the chunk that holds the last of them (None for none)
-    and `known_keys` the chunks that were there before. `refused` says why it is fewer than asked for, or is "".
+    `n_tokens` leading tokens are now in the bank, `last_key` being the chunk that holds the last of them (None for
+    none) and `known_keys` the chunks that were there before. `refused` says why it is fewer than asked for, or is "".
     """
 
     n_tokens: int
@@ -91,13 +90,12 @@ def store(
     refused = ""
     needed = sum(draft.disk_bytes for draft in drafts)
     chain = {record.key for record in known} | {draft.record.key for draft in drafts}
-    if drafts and max_bytes is not None:
-        if not eviction.make_room(index, shards, max_bytes, needed, chain):
-            drafts = []
-            refused = (
-                f"{needed} bytes do not fit into the budget of {max_bytes} bytes beside what is "
-                "pinned or in use: raise max_bytes"
-            )
+    if drafts and max_bytes is not None and not eviction.make_room(index, shards, max_bytes, needed, chain):
+        drafts = []
+        refused = (
+            f"{needed} bytes do not fit into the budget of {max_bytes} bytes beside what is pinned or in use: "
+            "raise max_bytes"
+        )
     for group in _groups(drafts):
         added, already = _store_group(index, shards, group, source, [r.key for r in known])
         there += [*added, *already]
@@ -168,9 +166,7 @@ def _plan(
     return known, drafts
 
 
-def _record(
-    namespace: Namespace, parent_key: ChunkKey | None, key: ChunkKey, start: int, ids: bytes
-) -> ChunkRecord:
+def _record(namespace: Namespace, parent_key: ChunkKey | None, key: ChunkKey, start: int, ids: bytes) -> ChunkRecord:
     return ChunkRecord(
         key=key,
         parent_key=parent_key,

@@ -29,17 +29,13 @@ def upgrade() -> None:
         sa.Column("label", sa.Text, nullable=False),
         sa.Column("layout", sa.Text, nullable=False),
         sa.Column("created_at", sa.BigInteger, nullable=False),
-        sa.UniqueConstraint(
-            "fingerprint", "salt_digest", name=op.f("uq_namespaces_fingerprint_salt_digest")
-        ),
+        sa.UniqueConstraint("fingerprint", "salt_digest", name=op.f("uq_namespaces_fingerprint_salt_digest")),
         sqlite_autoincrement=True,
     )
     op.create_table(
         "chunks",
         sa.Column("key", sa.LargeBinary(16), primary_key=True),
-        sa.Column(
-            "parent_key", sa.LargeBinary(16), sa.ForeignKey("chunks.key", ondelete="RESTRICT")
-        ),
+        sa.Column("parent_key", sa.LargeBinary(16), sa.ForeignKey("chunks.key", ondelete="RESTRICT")),
         sa.Column("namespace_id", sa.Integer, sa.ForeignKey("namespaces.id"), nullable=False),
         sa.Column("start", sa.Integer, nullable=False),
         sa.Column("n_tokens", sa.Integer, nullable=False),
@@ -71,9 +67,7 @@ def upgrade() -> None:
             sa.ForeignKey("namespaces.id", ondelete="CASCADE"),
             primary_key=True,
         ),
-        sa.Column(
-            "chunk_key", sa.LargeBinary(16), sa.ForeignKey("chunks.key", ondelete="SET NULL")
-        ),
+        sa.Column("chunk_key", sa.LargeBinary(16), sa.ForeignKey("chunks.key", ondelete="SET NULL")),
         sa.Column("n_tokens", sa.Integer, nullable=False),
         sa.Column("pinned", sa.Boolean, nullable=False),
         sa.Column("source_digest", sa.String(64), nullable=False),

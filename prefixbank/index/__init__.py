@@ -32,14 +32,10 @@ __all__ = ["Index"]
 class Index:
     """Open transactions on one index file. Safe to use from several threads and processes."""
 
-    def __init__(
-        self, path: Path, *, read_only: bool, durability: Durability, busy_timeout_s: float
-    ) -> None:
+    def __init__(self, path: Path, *, read_only: bool, durability: Durability, busy_timeout_s: float) -> None:
         self.path = path
         self.read_only = read_only
-        self._engine = make_engine(
-            path, read_only=read_only, durability=durability, busy_timeout_s=busy_timeout_s
-        )
+        self._engine = make_engine(path, read_only=read_only, durability=durability, busy_timeout_s=busy_timeout_s)
         self._identity = self._stat_identity()
 
     @staticmethod

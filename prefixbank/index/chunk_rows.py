@@ -85,9 +85,7 @@ def children(
     return [_from_row(row) for row in tx.execute(query)]
 
 
-def children_of(
-    tx: sa.Connection, namespace_id: int, parent_key: ChunkKey | None, limit: int
-) -> list[ChunkRecord]:
+def children_of(tx: sa.Connection, namespace_id: int, parent_key: ChunkKey | None, limit: int) -> list[ChunkRecord]:
     """Return chunks with a shard that stand on `parent_key`, whatever they begin with."""
     query = (
         sa.select(*_COLUMNS)
@@ -103,9 +101,7 @@ def children_of(
 
 def count_children(tx: sa.Connection, key: ChunkKey) -> int:
     """Return how many chunks stand directly on this one."""
-    return tx.execute(
-        sa.select(sa.func.count()).where(chunks.c.parent_key == key)
-    ).scalar_one()
+    return tx.execute(sa.select(sa.func.count()).where(chunks.c.parent_key == key)).scalar_one()
 
 
 def shorter_siblings(tx: sa.Connection, record: ChunkRecord) -> list[ChunkRecord]:
@@ -183,14 +179,11 @@ def _unchanged(record: ChunkRecord) -> list[sa.ColumnElement[bool]]:
 
 def next_tick(tx: sa.Connection) -> int:
     """Advance the bank's counter and return it."""
-    return tx.execute(
-        sa.update(bank_state).values(tick=bank_state.c.tick + 1).returning(bank_state.c.tick)
-    ).scalar_one()
+    advance = sa.update(bank_state).values(tick=bank_state.c.tick + 1).returning(bank_state.c.tick)
+    return int(tx.execute(advance).scalar_one())
 
 
-def touch(
-    tx: sa.Connection, keys: Sequence[ChunkKey], tick: int, now_s: int, *, hits: int = 1
-) -> None:
+def touch(tx: sa.Connection, keys: Sequence[ChunkKey], tick: int, now_s: int, *, hits: int = 1) -> None:
     """Note a use of a chain: all its chunks get one tick, so that no parent is older than its child."""
     if not keys:
         return
@@ -221,7 +214,7 @@ def list_all(tx: sa.Connection, namespace_id: int | None = None) -> list[ChunkRe
 
 def disk_bytes(tx: sa.Connection) -> int:
     """Return the sum of all chunks' bytes on disk, as kept by every add and delete."""
-    return tx.execute(sa.select(bank_state.c.disk_bytes)).scalar_one()
+    return int(tx.execute(sa.select(bank_state.c.disk_bytes)).scalar_one())
 
 
 def totals(tx: sa.Connection) -> Totals:

@@ -31,9 +31,7 @@ def _from_row(row: sa.Row[tuple[object, ...]]) -> Namespace:
 def find(tx: sa.Connection, fingerprint: str, salt_digest: str) -> Namespace | None:
     """Return the namespace of a fingerprint and salt, or None."""
     row = tx.execute(
-        sa.select(namespaces).where(
-            namespaces.c.fingerprint == fingerprint, namespaces.c.salt_digest == salt_digest
-        )
+        sa.select(namespaces).where(namespaces.c.fingerprint == fingerprint, namespaces.c.salt_digest == salt_digest)
     ).one_or_none()
     return None if row is None else _from_row(row)
 
@@ -68,10 +66,7 @@ def list_usage(tx: sa.Connection) -> list[NamespaceUsage]:
     usages = []
     for row in rows:
         values = dict(row._mapping)
-        counts = {
-            name: values.pop(name) for name in ("n_chunks", "n_tokens", "disk_bytes", "last_used_at")
-        }
+        counts = {name: values.pop(name) for name in ("n_chunks", "n_tokens", "disk_bytes", "last_used_at")}
         namespace = Namespace(**{**values, "root_key": ChunkKey(values["root_key"])})
         usages.append(NamespaceUsage(namespace, **counts))
     return usages
-

@@ -54,9 +54,7 @@ def name(tx: sa.Connection, prefix: PrefixRecord) -> None:
     )
 
 
-def set_pinned(
-    tx: sa.Connection, prefix_name: str, pinned: bool, namespace_id: int | None = None
-) -> int:
+def set_pinned(tx: sa.Connection, prefix_name: str, pinned: bool, namespace_id: int | None = None) -> int:
     """Pin or unpin a name and return how many prefixes have it."""
     where = _where(prefix_name, namespace_id)
     return tx.execute(sa.update(prefixes).where(*where).values(pinned=pinned)).rowcount
@@ -69,9 +67,7 @@ def delete(tx: sa.Connection, prefix_name: str, namespace_id: int | None = None)
 
 def move(tx: sa.Connection, from_key: ChunkKey, to_key: ChunkKey) -> None:
     """Let the names of one chunk name another, which begins with the same token ids."""
-    tx.execute(
-        sa.update(prefixes).where(prefixes.c.chunk_key == from_key).values(chunk_key=to_key)
-    )
+    tx.execute(sa.update(prefixes).where(prefixes.c.chunk_key == from_key).values(chunk_key=to_key))
 
 
 def chain_keys(tx: sa.Connection, last_keys: Iterable[ChunkKey]) -> set[ChunkKey]:
@@ -82,9 +78,7 @@ def chain_keys(tx: sa.Connection, last_keys: Iterable[ChunkKey]) -> set[ChunkKey
         known |= frontier
         # Level by level; chains share their beginnings, so each chunk is asked for once.
         parents = tx.execute(
-            sa.select(chunks.c.parent_key).where(
-                chunks.c.key.in_(list(frontier)), chunks.c.parent_key.is_not(None)
-            )
+            sa.select(chunks.c.parent_key).where(chunks.c.key.in_(list(frontier)), chunks.c.parent_key.is_not(None))
         ).scalars()
         frontier = {ChunkKey(key) for key in parents} - known
     return known

@@ -15,9 +15,7 @@ __all__ = ["recall", "remember"]
 def recall(tx: sa.Connection, file: WeightsFile) -> str | None:
     """Return the digest of the file in exactly this state, or None."""
     conditions = [weights_digests.c[name] == value for name, value in asdict(file).items()]
-    digest: str | None = tx.execute(
-        sa.select(weights_digests.c.digest).where(*conditions)
-    ).scalar_one_or_none()
+    digest: str | None = tx.execute(sa.select(weights_digests.c.digest).where(*conditions)).scalar_one_or_none()
     return digest
 
 

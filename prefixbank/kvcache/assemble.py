@@ -23,21 +23,17 @@ STEP = 256
 class PromptCacheBuffers:
     """Hold the final KV buffers of one prompt cache while shards are read into them.
 
-    Each buffer is `[1, n_heads, capacity, width]`, with room behind the prefix for the rest of the prompt and the answer,
-    so that the first generated token re-allocates nothing.
+    Each buffer is `[1, n_heads, capacity, width]`, with room behind the prefix for the rest of the prompt and the
+    answer, so that the first generated token re-allocates nothing.
     """
 
     def __init__(self, layout: CacheLayout, capacity: int) -> None:
         self._layout = layout
         self.capacity = -(-capacity // STEP) * STEP
-        shapes = [
-            (a, (1, a.n_heads, self.capacity, a.width)) for _, a in layout.row_arrays()
-        ]
+        shapes = [(a, (1, a.n_heads, self.capacity, a.width)) for _, a in layout.row_arrays()]
         self._buffers = [mx.zeros(shape, UNSIGNED[ITEM_BYTES[a.dtype]]) for a, shape in shapes]
         mx.eval(self._buffers)
-        self._views: list[npt.NDArray[Any]] = [
-            np.array(buffer, copy=False)[0] for buffer in self._buffers
-        ]
+        self._views: list[npt.NDArray[Any]] = [np.array(buffer, copy=False)[0] for buffer in self._buffers]
 
     def runs(self, start: int, n_tokens: int) -> list[npt.NDArray[Any]]:
         """Return the places of the rows `[start, start + n_tokens)`, in the order of a shard."""

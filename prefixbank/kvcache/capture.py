@@ -79,9 +79,7 @@ class CapturedCache:
             raise FingerprintMismatchError(
                 "the prompt cache is of another layout (cache class, heads, width or dtype) than this model's"
             )
-        arrays = [
-            rows for layer_cache in prompt_cache for rows in kind_of(layer_cache).arrays(layer_cache).values()
-        ]
+        arrays = [rows for layer_cache in prompt_cache for rows in kind_of(layer_cache).arrays(layer_cache).values()]
         bits = [rows.view(UNSIGNED[rows.dtype.size]) for rows in arrays]
         mx.eval(bits)
         self._views: list[npt.NDArray[Any]] = [np.array(rows, copy=False)[0] for rows in bits]

@@ -1,7 +1,7 @@
 """Own the cache kinds: how each mlx-lm cache class is described, read and rebuilt, and the registry of them.
 
-A kind is an adapter for exactly one cache class (subclasses count as other classes: they may hold other state). All kinds
-here keep one row per token and head, never change a row once it is written, and can be resumed at any token.
+A kind is an adapter for exactly one cache class (subclasses count as other classes: they may hold other state). All
+kinds here keep one row per token and head, never change a row once it is written, and can be resumed at any token.
 """
 
 from __future__ import annotations

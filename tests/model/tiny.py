@@ -1,0 +1,113 @@
+"""Tiny random models, one for each cache kind, and a byte-level tokenizer with a few merges."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import prefixbank.kvcache  # noqa: F401  (loads a real BLAS before mlx)
+
+# isort: split
+import mlx.core as mx
+from mlx_lm.utils import _get_classes
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+VOCAB = 320
+CORPUS = ["review: the lamp is lovely\nsentiment: positive\n\n", "the zip broke\nsentiment: negative\n\n"] * 4
+COMMON = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "vocab_size": VOCAB,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **COMMON},
+    # Multi-head latent attention: keys and values of different widths, one head.
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **COMMON,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 2,  # experts run on the CPU in float32 only
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "rope_scaling": None,
+    },
+    "llama_sliding": {
+        "model_type": "llama",
+        **COMMON,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 32,
+    },
+    "mamba2": {
+        "model_type": "mamba2",
+        "num_heads": 8,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "state_size": 8,
+        "num_hidden_layers": 2,
+        "layer_norm_epsilon": 1e-5,
+        "conv_kernel": 4,
+        "n_groups": 1,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "tie_word_embeddings": True,
+        "time_step_limit": [0.001, 100.0],
+        "time_step_rank": "auto",
+    },
+}
+
+
+def build_model(name: str = "llama", *, seed: int = 0, dtype: mx.Dtype = mx.float32) -> Any:
+    """Return a random model; equal arguments give equal weights."""
+    config = CONFIGS[name]
+    mx.random.seed(seed)
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    model.set_dtype(dtype)
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def build_tokenizer(*, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer of at most VOCAB ids, so that any text has ids."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB - 1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=chat_template)
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def random_ids(n_tokens: int, *, seed: int = 1) -> list[int]:
+    """Return token ids that no end-of-sequence is among."""
+    return random.Random(seed).choices(range(VOCAB - 20), k=n_tokens)

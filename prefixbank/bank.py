@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from prefixbank import check as checking
 from prefixbank import eviction
 from prefixbank.config import BankOptions, Durability, Verify, default_root, parse_duration_s, parse_size
-from prefixbank.errors import BankReadOnlyError, UnknownPrefixError
+from prefixbank.errors import BankReadOnlyError, ConfigError, UnknownPrefixError
 from prefixbank.index import chunk_rows, namespace_rows, prefix_rows
 from prefixbank.index.namespace_rows import NamespaceUsage
 from prefixbank.session import BankSession
@@ -193,10 +193,10 @@ class PrefixBank:
             raise UnknownPrefixError(f"no prefix is named {name!r}: `prefixbank ls` lists the names")
         return found
 
-    def namespaces(self) -> list[NamespaceUsage]:
-        """Return the models that have something in the bank, with what it takes."""
+    def namespaces(self, *, empty: bool = False) -> list[NamespaceUsage]:
+        """Return the models that have something in the bank, with what it takes; with `empty` all that ever had."""
         with self._session.index.reading() as tx:
-            return [usage for usage in namespace_rows.list_usage(tx) if usage.n_chunks]
+            return [usage for usage in namespace_rows.list_usage(tx) if usage.n_chunks or empty]
 
     def chunks(self, namespace: str | None = None) -> list[ChunkRecord]:
         """Return all chunks, or those of the namespace whose fingerprint begins so."""
@@ -265,6 +265,8 @@ class PrefixBank:
         if limit is None and namespace is None:
             limit = self._session.options.max_bytes
         age_s = parse_duration_s(unused_for) if isinstance(unused_for, str) else unused_for
+        if age_s is not None and not age_s >= 0:  # nor is it NaN
+            raise ConfigError(f"unused_for={unused_for!r} must not be negative")
         policy = eviction.PrunePolicy(
             max_bytes=limit,
             unused_before=None if age_s is None else time.time() - age_s,

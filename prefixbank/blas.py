@@ -13,7 +13,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-__all__ = ["load_blas"]
+__all__ = ["blas_came_too_late", "load_blas"]
 
 _OPENBLAS = "libopenblas.so.0"
 
@@ -25,13 +25,22 @@ def _candidates() -> list[str]:
     return [*mkl, _OPENBLAS]
 
 
+def _is_needed() -> bool:
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+def blas_came_too_late() -> bool:
+    """Tell whether a real BLAS is installed and mlx works without it, because it was imported before prefixbank."""
+    return _is_needed() and load_blas() is None and any(Path(name).is_file() for name in _candidates())
+
+
 @cache
 def load_blas() -> str | None:
     """Load a real BLAS before mlx is imported, once for this process.
 
     Returns the library's name, or None where none is needed, none is installed, or mlx is already loaded.
     """
-    if sys.platform != "linux" or platform.machine() != "x86_64" or "mlx.core" in sys.modules:
+    if not _is_needed() or "mlx.core" in sys.modules:
         return None
     for name in _candidates():
         try:

@@ -58,6 +58,8 @@ def full_chunks(root: ChunkKey, token_ids: bytes, chunk_tokens: int) -> Iterator
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Return token ids as little-endian uint32. Raises `PromptError` for anything else than ids in [0, 2**32)."""
     try:
+        if isinstance(token_ids, bytes | bytearray):
+            raise TypeError("bytes are no sequence of ids")  # array would take four of them as one id
         packed = array.array("I", token_ids)
     except (TypeError, OverflowError) as exc:
         raise PromptError(f"token ids must be integers from 0 to 2**32 - 1: {exc}") from exc

@@ -47,7 +47,8 @@ def parse_size(size: int | str) -> int:
         if binary and not prefix:
             raise ConfigError(f"{size!r} is no size: write for example 20GB, 512MiB or 4096")
         power = "kmgtp".index(prefix.lower()) + 1 if prefix else 0
-        n_bytes = int(float(number) * (1024 if binary else 1000) ** power)
+        amount = float(number) * (1024 if binary else 1000) ** power
+        n_bytes = int(amount) if amount < 2**63 else -1  # int(inf) raises
     if n_bytes < 0 or n_bytes >= 2**63:
         raise ConfigError(f"{size!r} is no size: it must be between 0 and 8 EiB")
     return n_bytes

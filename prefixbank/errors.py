@@ -19,7 +19,8 @@ these, with a message that says what to do next. On the way to a generation they
     ├── StorageError                 3   the file system refused (full, read-only, no permission, input/output error)
     ├── BankReadOnlyError            3   a write was asked of a bank that is opened read-only
     ├── UnsupportedCacheError        3   a cache class that prefixbank can't store exactly
-    └── FingerprintMismatchError     3   KV that belongs to another model, adapter or cache layout
+    ├── FingerprintMismatchError     3   KV that belongs to another model, adapter or cache layout
+    └── DemoModelError               3   the demo's model could not be fetched or converted
 
     BankWarning (a UserWarning)          said once for each cause; generation goes on without the bank
 """
@@ -34,6 +35,7 @@ __all__ = [
     "BankReadOnlyError",
     "BankWarning",
     "ConfigError",
+    "DemoModelError",
     "FingerprintMismatchError",
     "IndexCorruptError",
     "PrefixBankError",
@@ -122,6 +124,10 @@ class UnsupportedCacheError(PrefixBankError):
 
 class FingerprintMismatchError(PrefixBankError):
     """Refuse KV that belongs to another model, adapter or cache layout."""
+
+
+class DemoModelError(PrefixBankError):
+    """Say that the demo's model could not be fetched or converted."""
 
 
 class BankWarning(UserWarning):

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
-
-import sqlalchemy as sa
+from typing import TYPE_CHECKING
 
 from prefixbank.index import Index, chunk_rows, prefix_rows
 from prefixbank.shards import FileOnDisk, ShardStore, disk_bytes
 from prefixbank.values import ChunkKey, ChunkRecord
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
 
 __all__ = ["PlannedChunk", "PrunePlan", "PrunePolicy", "execute", "find_leftovers", "plan"]
 

@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from prefixbank import fingerprint as fingerprints
 from prefixbank.chunking import root_key
+from prefixbank.errors import UnsupportedCacheError
 from prefixbank.kvcache.parameters import digest_parameters, live_arrays
 from prefixbank.kvcache.probe import KVQuantization, probe_layout
 from prefixbank.layout import CacheLayout
@@ -41,7 +42,15 @@ class ModelIdentity:
         self._salt = salt.encode() if isinstance(salt, str) else bytes(salt)
         self._parts = file_parts
         self._arrays = live_arrays(model)
+        self._layout: CacheLayout | None = None
         self._known: tuple[Namespace, CacheLayout] | None = None
+
+    @property
+    def layout(self) -> CacheLayout:
+        """Return the cache layout as it was when the model was last identified."""
+        if self._layout is None:
+            raise UnsupportedCacheError("the model's cache has not been looked at yet")
+        return self._layout
 
     def identify(self, session: BankSession) -> tuple[Namespace, CacheLayout]:
         """Return the namespace and cache layout of the model as it is now.
@@ -57,7 +66,7 @@ class ModelIdentity:
             self._parts = self._known = None
         if self._known is not None:
             return self._known
-        layout = probe_layout(self._model, self._quantization)
+        self._layout = layout = probe_layout(self._model, self._quantization)
         if self._parts is None:
             self._parts = {"parameters": digest_parameters(self._model)}
         fingerprint = fingerprints.fingerprint(

@@ -112,6 +112,6 @@ class CacheLayout:
                     raise ValueError("unknown dtype")
                 settings = tuple((str(k), int(v)) for k, v in run["settings"].items())
                 layers += [LayerLayout(str(run["kind"]), settings, arrays)] * int(run["n_layers"])
-        except (ValueError, TypeError, KeyError) as exc:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as exc:
             raise SchemaError(f"a cache layout in the index can't be read ({exc}): use a newer prefixbank") from exc
         return cls(tuple(layers))

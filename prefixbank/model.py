@@ -79,6 +79,8 @@ class BankedModel:
         identity = ModelIdentity(model, label=label, quantization=quantization, salt=salt, file_parts=file_parts)
         self._caches = PromptCaches(session, model, identity, quantization, prefill_step_size)
         self._session = session
+        if loading.computes_without_blas():
+            session.warn("blas", loading.BLAS_TOO_LATE)
 
     @classmethod
     def load(

@@ -107,7 +107,7 @@ class PromptCaches:
         """Return the prompt cache of a match, and the match as far as its shards were whole."""
         if found.n_tokens:
             try:
-                loaded = self.session.load(found, self.identify()[1], reserve)
+                loaded = self.session.load(found, self.identity.layout, reserve)
             except (PrefixBankError, RuntimeError) as exc:  # RuntimeError: MLX has no memory left
                 self.warn_of(exc, "load")
                 found = replace(found, n_tokens=0, n_bytes=0, reason=REASON_UNAVAILABLE, chunks=())

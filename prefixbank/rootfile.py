@@ -15,9 +15,10 @@ from prefixbank.config import BANK_FILE
 from prefixbank.errors import BankNotFoundError, ConfigError, SchemaError, StorageError
 from prefixbank.shards import make_private_folder, sync_folder
 
-__all__ = ["INDEX_FILE", "BankFile", "create_root", "finish_root", "read_bank_file"]
+__all__ = ["INDEX_FILE", "BankFile", "create_root", "finish_root", "is_bank", "read_bank_file", "require_usable_root"]
 
 INDEX_FILE = "index.sqlite3"
+CACHEDIR_TAG_FILE = "CACHEDIR.TAG"
 FORMAT_VERSION = 1
 DEFAULT_CHUNK_TOKENS = 256
 
@@ -47,49 +48,66 @@ def read_bank_file(root: Path) -> BankFile:
     """Return what `bank.json` says. Raises `BankNotFoundError` without one, `SchemaError` for an unknown format."""
     path = root / BANK_FILE
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as exc:
         raise BankNotFoundError(f"{root} is no bank: run `prefixbank --bank {root} init`") from exc
     except OSError as exc:
         raise StorageError(f"{path} can't be read: {exc.strerror or exc}") from exc
+    except ValueError as exc:  # a null character
+        raise ConfigError(f"{str(root)!r} can't be a folder: {exc}") from exc
     try:
-        stored: dict[str, Any] = json.loads(text)
+        stored: dict[str, Any] = json.loads(content.decode())
         version = stored["format_version"]
         if stored.pop("format") != "prefixbank" or not isinstance(version, int):
             raise ValueError("it is another program's")
         if version != FORMAT_VERSION:
             raise SchemaError(f"{path} has format {version}, this version knows {FORMAT_VERSION}: upgrade prefixbank")
         found = BankFile(**stored)
-        if not 1 <= found.chunk_tokens <= 65536:
+        if not isinstance(found.chunk_tokens, int) or not 1 <= found.chunk_tokens <= 65536:
             raise ValueError("chunk_tokens is out of range")
+        if found.max_bytes is not None and (not isinstance(found.max_bytes, int) or found.max_bytes < 0):
+            raise ValueError("max_bytes is no number of bytes")
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
         raise SchemaError(f"{path} is damaged ({exc}): restore it, or make a new bank elsewhere") from exc
     return found
 
 
+def is_bank(root: Path) -> bool:
+    """Tell whether `bank.json` is there. Raises `StorageError` or `ConfigError` where that can't be known."""
+    try:
+        (root / BANK_FILE).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as exc:
+        raise StorageError(f"{root} can't be looked into: {exc.strerror or exc}") from exc
+    except ValueError as exc:  # a null character
+        raise ConfigError(f"{str(root)!r} can't be a folder: {exc}") from exc
+    return True
+
+
+def require_usable_root(root: Path) -> None:
+    """Raise `ConfigError` for a folder in use, `BankNotFoundError` for a file, unless a bank can be made there."""
+    try:
+        there = {entry.name for entry in root.iterdir()}
+    except FileNotFoundError:
+        return
+    except NotADirectoryError as exc:
+        raise BankNotFoundError(f"{root} is a file, not a bank: give a folder") from exc
+    except OSError as exc:
+        raise StorageError(f"{root} can't be looked into: {exc.strerror or exc}") from exc
+    # What an interrupted creation, or one by another process, leaves may lie there too.
+    foreign = there - _MAY_LIE_IN_A_NEW_ROOT - set(_FOLDERS)
+    foreign = {name for name in foreign if not name.startswith((BANK_FILE, CACHEDIR_TAG_FILE, INDEX_FILE))}
+    if foreign:
+        raise ConfigError(f"{root} is no bank and holds other files ({min(foreign)}): give an empty or a new folder")
+
+
 def create_root(root: Path) -> None:
-    """Make the bank root's folders; `finish_root` then makes it a bank. Raises `ConfigError` for a folder in use."""
-    if root.exists() and not root.is_dir():
-        raise BankNotFoundError(f"{root} is a file, not a bank: give a folder")
-    if root.is_dir():
-        foreign = {entry.name for entry in root.iterdir()} - _MAY_LIE_IN_A_NEW_ROOT
-        # What an interrupted creation leaves may lie there too.
-        foreign -= {
-            *_FOLDERS,
-            "CACHEDIR.TAG",
-            INDEX_FILE,
-            f"{INDEX_FILE}-journal",
-            f"{INDEX_FILE}-wal",
-            f"{INDEX_FILE}-shm",
-        }
-        foreign = {name for name in foreign if not name.startswith(BANK_FILE)}
-        if foreign:
-            raise ConfigError(
-                f"{root} is no bank and holds other files ({min(foreign)}): give an empty or a new folder"
-            )
+    """Make the bank root's folders; `finish_root` then makes it a bank. Raises as `require_usable_root` does."""
+    require_usable_root(root)
     for folder in (root, *(root / name for name in _FOLDERS)):
         make_private_folder(folder)
-    _write_once(root / "CACHEDIR.TAG", _CACHEDIR_TAG)
+    _write_once(root / CACHEDIR_TAG_FILE, _CACHEDIR_TAG)
 
 
 def finish_root(root: Path, *, chunk_tokens: int | None, max_bytes: int | None) -> BankFile:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,9 @@ KNOWN_REVISIONS = ("0001",)
 
 FIRST_SAFE_WAL = (3, 51, 3)
 """SQLite before this may corrupt an index in WAL mode when a reset meets a writer: use the DELETE journal there."""
+
+_one_migration_at_a_time = threading.Lock()
+"""Alembic keeps the connection that it works on in module globals: two threads would swap theirs."""
 
 metadata = sa.MetaData(
     naming_convention={
@@ -191,7 +195,7 @@ def make_engine(index_path: Path, *, read_only: bool, durability: Durability, bu
         cursor = connection.cursor()
         wal = sqlite3.sqlite_version_info >= FIRST_SAFE_WAL
         cursor.execute("PRAGMA foreign_keys=ON")
-        if not read_only:
+        if not read_only and _may_be_changed(cursor):
             cursor.execute(f"PRAGMA journal_mode={'WAL' if wal else 'DELETE'}")
             # EXTRA also syncs the folder after the journal is deleted; without it a power cut could bring the
             # journal, and with it the state before the commit, back.
@@ -207,6 +211,18 @@ def make_engine(index_path: Path, *, read_only: bool, durability: Durability, bu
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     return engine
+
+
+def _may_be_changed(cursor: Any) -> bool:
+    """Tell whether the index is empty or ours, and no newer: the journal mode is written into the file itself."""
+    tables = {row[0] for row in cursor.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if not tables:
+        return True
+    (application_id,) = cursor.execute("PRAGMA application_id").fetchone()
+    if application_id != APPLICATION_ID or "alembic_version" not in tables:
+        return False
+    revision = cursor.execute("SELECT version_num FROM alembic_version").fetchone()
+    return revision is not None and revision[0] in KNOWN_REVISIONS
 
 
 def _on_read_only_file_system(path: Path) -> bool:
@@ -259,4 +275,5 @@ def upgrade(connection: sa.Connection) -> None:
     config = Config()
     config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    with _one_migration_at_a_time:
+        command.upgrade(config, "head")

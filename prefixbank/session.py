@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from prefixbank import fingerprint, resolver, storing
-from prefixbank.config import BANK_FILE, BankOptions
+from prefixbank.config import BankOptions
 from prefixbank.errors import (
     BankNotFoundError,
     BankReadOnlyError,
@@ -30,7 +30,7 @@ from prefixbank.errors import (
 from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows, weights_rows
 from prefixbank.layout import CacheLayout
 from prefixbank.memory import PromptCachePool
-from prefixbank.rootfile import INDEX_FILE, create_root, finish_root, read_bank_file
+from prefixbank.rootfile import INDEX_FILE, create_root, finish_root, is_bank, read_bank_file
 from prefixbank.shards import ShardStore
 from prefixbank.values import ChunkKey, ChunkRecord, Match, Namespace, PrefixRecord
 
@@ -63,7 +63,8 @@ class BankSession:
     @classmethod
     def open(cls, path: Path, options: BankOptions, *, create: bool) -> Self:
         """Open the bank at `path`, or make one there; see `PrefixBank.open`."""
-        if create and not options.read_only and not (path / BANK_FILE).exists():
+        path = path.absolute()  # the working directory may change while the bank is open
+        if create and not options.read_only and not is_bank(path):
             create_root(path)
             Index.create_file(path / INDEX_FILE)
             _migrate(path, options)

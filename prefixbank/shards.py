@@ -200,7 +200,7 @@ class ShardStore:
         return True
 
     def iter_files(self, folder: str) -> Iterator[FileOnDisk]:
-        """Yield what lies in `shards`, `tmp` or `quarantine`, folders aside; files that vanish meanwhile do not count."""
+        """Yield what lies in `shards`, `tmp` or `quarantine`, folders aside; what vanishes meanwhile is left out."""
         pending = [self.root / folder]
         while pending:
             try:

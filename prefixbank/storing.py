@@ -10,9 +10,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
-
-import sqlalchemy as sa
+from typing import TYPE_CHECKING, Protocol
 
 from prefixbank import eviction
 from prefixbank.chunking import (
@@ -27,6 +25,9 @@ from prefixbank.layout import SHARD_FORMAT_VERSION, CacheLayout
 from prefixbank.resolver import MAX_CANDIDATES, walk
 from prefixbank.shards import Buffer, ShardStore, WrittenShard, disk_bytes
 from prefixbank.values import ChunkKey, ChunkRecord, Namespace
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
 
 __all__ = ["RowSource", "Stored", "store"]
 

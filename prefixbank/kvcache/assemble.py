@@ -16,9 +16,6 @@ from prefixbank.layout import ITEM_BYTES, CacheLayout
 
 __all__ = ["PromptCacheBuffers", "cut_to"]
 
-STEP = 256
-"""mlx-lm grows caches by this many rows; buffers are rounded up to it."""
-
 
 class PromptCacheBuffers:
     """Hold the final KV buffers of one prompt cache while shards are read into them.
@@ -29,8 +26,7 @@ class PromptCacheBuffers:
 
     def __init__(self, layout: CacheLayout, capacity: int) -> None:
         self._layout = layout
-        self.capacity = -(-capacity // STEP) * STEP
-        shapes = [(a, (1, a.n_heads, self.capacity, a.width)) for _, a in layout.row_arrays()]
+        shapes = [(a, (1, a.n_heads, capacity, a.width)) for _, a in layout.row_arrays()]
         self._buffers = [mx.zeros(shape, UNSIGNED[ITEM_BYTES[a.dtype]]) for a, shape in shapes]
         mx.eval(self._buffers)
         self._views: list[npt.NDArray[Any]] = [np.array(buffer, copy=False)[0] for buffer in self._buffers]

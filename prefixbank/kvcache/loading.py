@@ -11,12 +11,17 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, load, load_adapters
 
+from prefixbank.blas import blas_came_too_late
 from prefixbank.errors import ConfigError
 
-__all__ = ["CONVERTED", "load_model_and_tokenizer", "local_folder"]
+__all__ = ["BLAS_TOO_LATE", "CONVERTED", "computes_without_blas", "load_model_and_tokenizer", "local_folder"]
 
 CONVERTED = "float32"
 """What the fingerprint says of a model that was turned into float32 at load."""
+
+BLAS_TOO_LATE = (
+    "mlx was imported before prefixbank and runs on its reference BLAS, some 25 times slower: import prefixbank first"
+)
 
 _HALF = (mx.float16, mx.bfloat16)
 
@@ -26,9 +31,7 @@ def local_folder(path_or_hub_id: str) -> Path:
     folder = Path(path_or_hub_id)
     if folder.exists():
         return folder
-    from mlx_lm.utils import (
-        _download,
-    )  # what mlx_lm.load itself calls: the same files, in the same place
+    from mlx_lm.utils import _download  # what mlx_lm.load calls: the same files, in the same place
 
     try:
         return Path(_download(path_or_hub_id))
@@ -70,6 +73,11 @@ def load_model_and_tokenizer(
         reason = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
         raise ConfigError(f"the model {folder} can't be loaded: {reason}") from exc
     return model, tokenizer, CONVERTED if convert else "model"
+
+
+def computes_without_blas() -> bool:
+    """Tell whether mlx runs on the CPU without the real BLAS that is installed."""
+    return bool(mx.default_device().type == mx.DeviceType.cpu) and blas_came_too_late()
 
 
 def _too_slow_as_it_is(model: nn.Module) -> bool:

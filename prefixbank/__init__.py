@@ -9,7 +9,6 @@ imported when it is first used, so that looking at a bank needs no MLX.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from prefixbank.storing import Stored
     from prefixbank.values import Match, PrefixRecord
 
-__version__ = version("prefixbank")
+__version__: str  # looked up when it is asked for
 
 _HOMES = {
     "bank": ("BankStats", "PrefixBank"),
@@ -122,6 +121,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("prefixbank")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -308,7 +308,7 @@ class BankedModel:
         """
         encoded = self._encoder.encode(prompt)
         found = self._caches.match(encoded, hold_back)
-        what = (found.chunks[-1].key, found.n_tokens) if found.chunks else None
+        what = self._caches.what(encoded, found)
         prompt_cache = self._session.memory.take(what) if what is not None else None
         if prompt_cache is None:
             wanted = found.n_tokens

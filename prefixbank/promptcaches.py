@@ -188,7 +188,15 @@ class PromptCaches:
         if len(token_ids) // TOKEN_BYTES > resolved.match.n_tokens:
             self.try_store(token_ids, resolved.prompt_cache)
 
-    def take_back(self, what: tuple[bytes, int], prompt_cache: list[Any], n_tokens: int) -> None:
+    def what(self, encoded: EncodedPrompt, found: Match) -> tuple[str, str, bytes] | None:
+        """Return what a prompt cache of the match is kept in memory under: whose it is, and its very token ids."""
+        if not found.n_tokens:
+            return None
+        namespace, _ = self.identify()
+        token_ids = encoded.token_ids[: found.n_tokens * TOKEN_BYTES]
+        return namespace.fingerprint, namespace.salt_digest, token_ids
+
+    def take_back(self, what: tuple[str, str, bytes], prompt_cache: list[Any], n_tokens: int) -> None:
         """Keep a lent cache, unless what was done to it leaves any doubt."""
         try:
             kept = cut_to(prompt_cache, self.identify()[1], n_tokens)

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from prefixbank import fingerprint, resolver, storing
+from prefixbank import eviction, fingerprint, resolver, storing
 from prefixbank.config import BankOptions
 from prefixbank.errors import (
     BankNotFoundError,
@@ -196,6 +196,9 @@ class BankSession:
             self.options.max_bytes,
         )
         self.count(stored_chunks=stored.n_new_chunks, written_bytes=stored.n_written_bytes)
+        if stored.n_new_chunks and self.options.max_bytes is not None:
+            # Others may have stored since room was made.
+            eviction.make_room(self.index, self.shards, self.options.max_bytes, 0, frozenset())
         if stored.refused:
             self.count(refused_stores=1)
             self.warn("refused", f"a prefix was not stored whole: {stored.refused}")

@@ -105,7 +105,7 @@ class ShardStore:
         self.root = root
         self._sync = durability == "full"
         self._verify = verify
-        self._verified: set[tuple[int, int, int, int]] = set()
+        self._verified: set[tuple[bytes, int, int, int, int]] = set()
 
     def path_of(self, file_name: str) -> Path:
         """Return where the shard of that name lies."""
@@ -155,12 +155,12 @@ class ShardStore:
         does, and `ShardCorruptError` for another digest.
         """
         with self.open_shard(record) as descriptor:
-            header = os.pread(descriptor, record.data_offset, 0)
-            n_bytes = len(header) + _read_runs(descriptor, runs, record.data_offset)
+            header = bytearray(record.data_offset)
+            n_bytes = _read_runs(descriptor, [memoryview(header), *runs])
             if n_bytes != record.n_bytes:
                 raise ShardCorruptError(f"shard {record.file_name} ended after {n_bytes} bytes")
             status = os.fstat(descriptor)
-            identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+            identity = (record.digest, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
             if self._verify == "never" or (self._verify == "once" and identity in self._verified):
                 return
             digest = FileDigest(header)
@@ -174,8 +174,11 @@ class ShardStore:
         """Prove a whole shard file by its digest, without keeping it in memory. Raises as `read_into` does."""
         with self.open_shard(record) as descriptor:
             digest = FileDigest()
-            while block := os.read(descriptor, _READ_STEP):
-                digest.update(block)
+            try:
+                while block := os.read(descriptor, _READ_STEP):
+                    digest.update(block)
+            except OSError as exc:
+                raise StorageError(f"shard {record.file_name} can't be read: {exc.strerror or exc}") from exc
             if digest.digest() != record.digest:
                 raise ShardCorruptError(f"shard {record.file_name} has other bytes than were stored")
 
@@ -309,12 +312,12 @@ def _write_runs(descriptor: int, runs: Iterable[Buffer]) -> None:
             views[first] = views[first][done:]
 
 
-def _read_runs(descriptor: int, runs: Iterable[Buffer], offset: int) -> int:
-    """Fill the runs from `offset` on; returns the bytes read, fewer than the runs' only at the end of the file."""
+def _read_runs(descriptor: int, runs: Iterable[Buffer]) -> int:
+    """Fill the runs from the file's start; returns the bytes read, fewer than the runs' only at the end of the file."""
     views = _views(runs)
     first = total = 0
     while first < len(views):
-        done = _pread(descriptor, views[first : first + _IOV_MAX], offset + total)
+        done = _pread(descriptor, views[first : first + _IOV_MAX], total)
         if done == 0:
             break
         total += done

@@ -160,9 +160,9 @@ def _plan(
         row = chunk_rows.find(tx, [key]).get(key)
         if covering:
             known.append(min(covering, key=lambda sibling: sibling.n_tokens))
-        elif row is None:
+        elif row is None or (row.file_name is None and chunk_rows.same_chunk(row, record)):
             drafts.append(_draft(record, layout, namespace))
-        elif row.file_name is not None and chunk_rows.same_chunk(row, record):
+        elif chunk_rows.same_chunk(row, record):
             known.append(row)
     return known, drafts
 

@@ -37,6 +37,7 @@ class Index:
         self.read_only = read_only
         self._engine = make_engine(path, read_only=read_only, durability=durability, busy_timeout_s=busy_timeout_s)
         self._identity = self._stat_identity()
+        self._closed = False
 
     @staticmethod
     def create_file(path: Path) -> bool:
@@ -45,7 +46,11 @@ class Index:
         SQLite gives its journal the mode of the database, so this also keeps the journal private.
         """
         try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            try:
+                os.fchmod(descriptor, 0o600)  # the umask may have taken more away
+            finally:
+                os.close(descriptor)
         except FileExistsError:
             return False
         except OSError as exc:
@@ -88,6 +93,8 @@ class Index:
 
     @contextmanager
     def _transaction(self, *, writes: bool) -> Iterator[sa.Connection]:
+        if self._closed:
+            raise BankNotFoundError(f"{self.path} was closed: open the bank again")
         if self._stat_identity() != self._identity:
             # A live connection to a deleted file keeps "succeeding".
             raise BankNotFoundError(f"{self.path} was replaced while it was open: open the bank again")
@@ -106,5 +113,6 @@ class Index:
         return status.st_dev, status.st_ino
 
     def close(self) -> None:
-        """Close all connections. Closing again does nothing."""
+        """Close all connections; transactions are refused from now on. Closing again does nothing."""
+        self._closed = True
         self._engine.dispose()

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import sqlalchemy as sa
 
 from prefixbank.chunking import TOKEN_BYTES, unpack_token_ids
-from prefixbank.schema import bank_state, chunks
+from prefixbank.schema import bank_state, chunks, prefixes
 from prefixbank.values import ChunkKey, ChunkRecord
 
 __all__ = [
@@ -157,11 +157,12 @@ def delete(tx: sa.Connection, record: ChunkRecord) -> bool:
 
 
 def heal(tx: sa.Connection, record: ChunkRecord) -> bool:
-    """Forget a shard that was lost: delete the row, or make it a hole where other chunks stand on it.
+    """Forget a shard that was lost: delete the row, or make it a hole where other chunks or names stand on it.
 
     Returns False where the row changed meanwhile (then it is not this shard's any more).
     """
-    if delete(tx, record):
+    named = tx.execute(sa.select(sa.func.count()).where(prefixes.c.chunk_key == record.key)).scalar_one()
+    if not named and delete(tx, record):
         return True
     hole = {"file_name": None, "n_bytes": 0, "disk_bytes": 0, "data_offset": 0, "digest": b""}
     changed = tx.execute(sa.update(chunks).where(*_unchanged(record)).values(**hole)).rowcount == 1

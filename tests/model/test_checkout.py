@@ -114,3 +114,19 @@ def test_memory_budget_is_held(bank_root: Path, llama: Any, tokenizer: Any) -> N
 def test_checkout_without_a_match_lends_an_empty_cache(llm: Any) -> None:
     with llm.checkout([1, 2, 3]) as lease:
         assert (lease.rest, lease.prompt_cache[0].offset) == ([1, 2, 3], 0)
+
+
+def test_prefixes_whose_keys_collide_never_get_each_others_cache(
+    monkeypatch: pytest.MonkeyPatch, llm: Any, small_bank: PrefixBank
+) -> None:
+    monkeypatch.setattr("prefixbank.chunking._hash128", lambda data: bytes(16))
+    first, second = random_ids(10, seed=1), random_ids(10, seed=2)
+    for shared in (first, second):
+        llm.warm(shared)
+        prompt = [*shared, 1, 2, 3]
+        cold = generate(llm.model, llm.tokenizer, prompt, max_tokens=8)
+        for _ in range(2):
+            with llm.checkout(prompt) as lease:
+                assert lease.cached_tokens == 10
+                assert answer(llm, lease) == cold
+        small_bank.prune(max_bytes=0)  # the key is free for the next prefix; the cache in memory is still there

@@ -193,3 +193,50 @@ def test_memory_that_can_not_be_had_is_a_miss(
     monkeypatch.setattr("prefixbank.kvcache.assemble.PromptCacheBuffers.__init__", no_memory)
     with pytest.warns(BankWarning, match="Unable to allocate"):
         assert llm.generate(PROMPT, max_tokens=8).text == cold
+
+
+def test_pinned_prefix_keeps_name_and_pin_when_its_last_shard_is_lost(
+    bank: PrefixBank, llama: Any, tokenizer: Any
+) -> None:
+    llm = bank.attach(llama, tokenizer)
+    llm.warm(PROMPT[:20], name="kept", pin=True)
+    shard_files(bank)[1].unlink()
+    with pytest.warns(BankWarning, match="gone"):
+        assert llm.prefill(PROMPT[:21]).cached_tokens == 16
+    assert llm.match(PROMPT).n_tokens == 20
+    bank.prune(max_bytes=0)
+    assert llm.match(PROMPT).n_tokens == 20
+    assert [c.end for c in bank.chain(bank.prefixes("kept")[0])] == [16, 20]
+
+
+def test_closed_bank_is_a_miss(bank: PrefixBank, llama: Any, tokenizer: Any) -> None:
+    llm = bank.attach(llama, tokenizer)
+    llm.warm(PROMPT)
+    cold = generate(llama, tokenizer, PROMPT, max_tokens=8)
+    bank.close()
+    with pytest.warns(BankWarning, match="open the bank again"):
+        assert llm.generate(PROMPT, max_tokens=8).text == cold
+
+
+def test_budget_holds_when_another_process_stores_in_between(
+    bank_root: Path, llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that make room at the same moment both fit; together they may not."""
+    with (
+        PrefixBank.open(bank_root, chunk_tokens=16, max_bytes=70_000) as one,
+        PrefixBank.open(bank_root, max_bytes=70_000) as other,
+    ):
+        first, second = one.attach(llama, tokenizer), other.attach(llama, tokenizer)
+        real = os.writev
+        stored = []
+
+        def store_another_first(descriptor: int, buffers: Any) -> int:
+            if not stored:
+                stored.append(True)
+                second.warm(random_ids(80, seed=2))
+            return real(descriptor, buffers)
+
+        monkeypatch.setattr(os, "writev", store_another_first)
+        first.warm(random_ids(80, seed=1))
+        assert one.stats().disk_bytes <= 70_000
+        assert one.check(read_data=True).ok

@@ -95,7 +95,7 @@ class PrefixBank:
             ConfigError: an option or folder that makes no sense.
             BankNotFoundError, SchemaError, IndexCorruptError, BankBusyError, StorageError: as their names say.
         """
-        path = Path(root) if root is not None else default_root()
+        path = Path(root).expanduser() if root is not None else default_root()
         options = BankOptions(
             max_bytes=None if max_bytes is None else parse_size(max_bytes),
             memory_bytes=parse_size(memory_bytes),

@@ -21,6 +21,9 @@ from prefixbank.values import Match
 
 __all__ = ["BankedResponse", "GenerationOptions", "GenerationResult", "collect", "stream"]
 
+MAX_RESERVE = 1024
+"""How many tokens an answer gets room for in advance at most; beyond that the cache grows as mlx-lm's does."""
+
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
@@ -81,7 +84,7 @@ def stream(
     """Yield the answer piece by piece; appends what the bank gave to `outcome` first."""
     resolved = caches.resolve(
         prompt,
-        reserve=options.reserve if options.reserve is not None else options.max_tokens,
+        reserve=options.reserve if options.reserve is not None else min(options.max_tokens, MAX_RESERVE),
         hold_back=options.hold_back,
     )
     token_ids = unpack_token_ids(prompt.token_ids)

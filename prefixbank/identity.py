@@ -43,6 +43,7 @@ class ModelIdentity:
         self._parts = file_parts
         self._arrays = live_arrays(model)
         self._layout: CacheLayout | None = None
+        self._refused: UnsupportedCacheError | None = None
         self._known: tuple[Namespace, CacheLayout] | None = None
 
     @property
@@ -63,10 +64,16 @@ class ModelIdentity:
             now is not before for now, before in zip(arrays, self._arrays, strict=True)
         ):
             self._arrays = arrays
-            self._parts = self._known = None
+            self._parts = self._known = self._refused = None
+        if self._refused is not None:
+            raise self._refused
         if self._known is not None:
             return self._known
-        self._layout = layout = probe_layout(self._model, self._quantization)
+        try:
+            self._layout = layout = probe_layout(self._model, self._quantization)
+        except UnsupportedCacheError as exc:
+            self._refused = exc
+            raise
         if self._parts is None:
             self._parts = {"parameters": digest_parameters(self._model)}
         fingerprint = fingerprints.fingerprint(

@@ -48,6 +48,8 @@ class PromptCachePool:
         with self._lock:
             if (old := self._kept.pop(what, None)) is not None:
                 self._n_bytes -= old.n_bytes
+            if n_bytes > self._max_bytes:
+                return
             self._kept[what] = _Kept(prompt_cache, n_bytes)
             self._n_bytes += n_bytes
             while self._n_bytes > self._max_bytes:

@@ -20,7 +20,7 @@ from prefixbank import explain as explaining
 from prefixbank import fingerprint as fingerprints
 from prefixbank import generation
 from prefixbank.chunking import TOKEN_BYTES, unpack_token_ids
-from prefixbank.errors import ConfigError, PromptError
+from prefixbank.errors import BankReadOnlyError, ConfigError, PromptError
 from prefixbank.fewshot import FewShotPrompt
 from prefixbank.identity import ModelIdentity
 from prefixbank.kvcache import loading
@@ -79,6 +79,7 @@ class BankedModel:
         identity = ModelIdentity(model, label=label, quantization=quantization, salt=salt, file_parts=file_parts)
         self._caches = PromptCaches(session, model, identity, quantization, prefill_step_size)
         self._session = session
+        self._caches.introduce()
         if loading.computes_without_blas():
             session.warn("blas", loading.BLAS_TOO_LATE)
 
@@ -273,6 +274,8 @@ class BankedModel:
         found = self._session.match(namespace, packed, n_tokens)
         stored = Stored(found.n_tokens, found.chunks[-1].key if found.chunks else None)
         n_cached = found.n_tokens
+        if self._session.read_only and (n_cached < n_tokens or name is not None):
+            raise BankReadOnlyError(f"{self._session.root} is opened read-only: nothing can be warmed")
         if found.n_tokens < n_tokens:
             found, prompt_cache = self._caches.load(found, 0)
             n_cached = found.n_tokens
@@ -349,7 +352,8 @@ class BankedModel:
             sampler: as in mlx-lm, a function of log-probabilities; None is greedy.
             logits_processors: as in mlx-lm; they see all token ids, those from the bank included.
             prefill_step_size: how many prompt tokens a step computes.
-            reserve: how many tokens behind the prompt the buffers have room for; None is `max_tokens`.
+            reserve: how many tokens behind the prompt the buffers have room for; None is
+                `max_tokens`, 1,024 at most.
             hold_back: compute at least the last n tokens of the prompt.
             keep: store prompt and answer, so that a conversation goes on from the bank. Otherwise the shots of a
                 rendered few-shot prompt are stored, or the full chunks of any other prompt.

@@ -75,29 +75,33 @@ class PromptCaches:
         self.quantization = quantization
         self.prefill_step_size = prefill_step_size
 
+    def introduce(self) -> None:
+        """Identify the model now, so that what keeps it out of the bank is said when it is loaded."""
+        try:
+            self.identify()
+        except PrefixBankError as exc:
+            self.warn_of(exc, "attach")
+
     def identify(self) -> tuple[Namespace, CacheLayout]:
         """Return whose KV the model's is now. Raises `UnsupportedCacheError` and the bank's errors."""
         return self.identity.identify(self.session)
 
     def match(self, encoded: EncodedPrompt, hold_back: int) -> Match:
+        """Return how much of a prompt is stored, but for the last token and the last `hold_back` ones."""
         if hold_back < 0:
             raise ConfigError(f"hold_back={hold_back} must not be negative")
         n_tokens = len(encoded.token_ids) // TOKEN_BYTES
         limit = max(n_tokens - max(hold_back, 1), 0)
-
-        def look() -> Match:
-            return self.session.match(self.identify()[0], encoded.token_ids, limit)
-
         self.session.count(matches=1)
         try:
-            return look()
+            return self.session.match(self.identify()[0], encoded.token_ids, limit)
         except PrefixBankError as exc:
             self.warn_of(exc, "match")
             reason = REASON_UNSUPPORTED if isinstance(exc, UnsupportedCacheError) else REASON_UNAVAILABLE
             return Match(n_tokens, 0, 0, reason)
 
     def resolve(self, encoded: EncodedPrompt, *, reserve: int, hold_back: int = 0) -> Resolved:
-        """Do what `resolve` does, for an encoded prompt."""
+        """Return the longest stored prefix of a prompt as a prompt cache, and the rest; see `BankedModel.resolve`."""
         found = self.match(encoded, hold_back)
         found, prompt_cache = self.load(found, max(reserve, 0))
         rest = unpack_token_ids(encoded.token_ids[found.n_tokens * TOKEN_BYTES :])
@@ -148,6 +152,7 @@ class PromptCaches:
                     progress(start, end)
 
     def store(self, token_ids: bytes, prompt_cache: Sequence[Any]) -> Stored:
+        """Store the KV of packed token ids from a live cache, of as many as it holds. Raises the bank's errors."""
         namespace, layout = self.identify()
         n_held = n_cached_tokens(prompt_cache)
         if n_held == 0:
@@ -205,15 +210,18 @@ class PromptCaches:
         self.session.memory.give(what, kept, sum(layer_cache.nbytes for layer_cache in kept))
 
     def note_use(self, found: Match) -> None:
+        """Note for LRU that a match was used."""
         try:
             self.session.note_use(found)
         except PrefixBankError as exc:
             self.warn_of(exc, "note")
 
     def warn_of(self, error: Exception, action: str) -> None:
+        """Say once what kept the bank from being used; count it each time."""
         if isinstance(error, UnsupportedCacheError):
             cause = str(error).split(" ", 1)[0]
-            self.session.count_unsupported(cause)
+            if action == "match":
+                self.session.count_unsupported(cause)
             self.session.warn(f"unsupported {cause}", str(error))
             return
         self.session.warn(

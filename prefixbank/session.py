@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from prefixbank import eviction, fingerprint, resolver, storing
 from prefixbank.config import BankOptions
@@ -32,7 +32,7 @@ from prefixbank.layout import CacheLayout
 from prefixbank.memory import PromptCachePool
 from prefixbank.rootfile import INDEX_FILE, create_root, finish_root, is_bank, read_bank_file
 from prefixbank.shards import ShardStore
-from prefixbank.values import ChunkKey, ChunkRecord, Match, Namespace, PrefixRecord
+from prefixbank.values import ChunkKey, ChunkRecord, Match, Namespace, PrefixRecord, WeightsFile
 
 __all__ = ["BankSession"]
 
@@ -135,11 +135,15 @@ class BankSession:
     def digest_files(self, files: list[Path]) -> dict[str, str]:
         """Return the SHA-256 of files by name; unchanged files are not read again, if the bank can be written."""
 
-        def recall(state: Any) -> str | None:
-            with self.index.reading() as tx:
-                return weights_rows.recall(tx, state)
+        def recall(state: WeightsFile) -> str | None:
+            try:
+                with self.index.reading() as tx:
+                    return weights_rows.recall(tx, state)
+            except PrefixBankError as exc:
+                self.warn("memo", f"digests of weights could not be looked up: {exc}")
+                return None
 
-        def remember(digests: Any) -> None:
+        def remember(digests: dict[WeightsFile, str]) -> None:
             if self.read_only:
                 return
             try:
@@ -169,8 +173,14 @@ class BankSession:
         for record, error in loaded.failures:
             self.warn(type(error).__name__, f"{error}: its tokens are computed again")
             if not self.read_only:
-                resolver.heal(self.index, self.shards, record, error)
+                self._heal(record, error)
         return loaded
+
+    def _heal(self, record: ChunkRecord, error: PrefixBankError) -> None:
+        try:
+            resolver.heal(self.index, self.shards, record, error)
+        except PrefixBankError as exc:  # what was loaded in front of the lost shard is right all the same
+            self.warn("heal", f"a lost shard could not be struck off the index: {exc}")
 
     def note_use(self, found: Match) -> None:
         """Count a match that was used, and note the use for LRU; notes are written in groups."""

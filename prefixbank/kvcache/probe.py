@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
-from prefixbank.errors import ConfigError
+from prefixbank.errors import ConfigError, PrefixBankError, UnsupportedCacheError
 from prefixbank.kvcache.capture import describe
 from prefixbank.kvcache.kinds import kind_of
 from prefixbank.layout import CacheLayout
@@ -59,12 +58,19 @@ def probe_layout(model: nn.Module, quantization: KVQuantization) -> CacheLayout:
     """Return the layout of the model's prompt cache.
 
     Builds the graph of one token and computes none of it: shapes and dtypes are known without. Raises
-    `UnsupportedCacheError` for a cache class without adapter, before that.
+    `UnsupportedCacheError` for a cache class without adapter, and for a model that can't be called like mlx-lm's.
     """
-    prompt_cache: Sequence[Any] = new_prompt_cache(model)
-    for layer_cache in prompt_cache:
-        kind_of(layer_cache)
-    model(mx.array([[0]]), cache=prompt_cache)
-    prompt_cache = list(prompt_cache)
-    quantize(prompt_cache, quantization)
-    return describe(prompt_cache)
+    try:
+        prompt_cache = new_prompt_cache(model)
+        for layer_cache in prompt_cache:
+            kind_of(layer_cache)
+        model(mx.array([[0]]), cache=prompt_cache)
+        quantize(prompt_cache, quantization)
+        return describe(prompt_cache)
+    except PrefixBankError:
+        raise
+    except Exception as exc:  # models may raise anything; a doubt is a miss, not a failed generation
+        raise UnsupportedCacheError(
+            f"{type(model).__name__} can't be asked for its prompt cache ({type(exc).__name__}: {exc}): generation "
+            "goes on without the bank"
+        ) from exc

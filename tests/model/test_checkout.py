@@ -117,9 +117,10 @@ def test_checkout_without_a_match_lends_an_empty_cache(llm: Any) -> None:
 
 
 def test_prefixes_whose_keys_collide_never_get_each_others_cache(
-    monkeypatch: pytest.MonkeyPatch, llm: Any, small_bank: PrefixBank
+    monkeypatch: pytest.MonkeyPatch, small_bank: PrefixBank, llama: Any, tokenizer: Any
 ) -> None:
     monkeypatch.setattr("prefixbank.chunking._hash128", lambda data: bytes(16))
+    llm = small_bank.attach(llama, tokenizer)
     first, second = random_ids(10, seed=1), random_ids(10, seed=2)
     for shared in (first, second):
         llm.warm(shared)

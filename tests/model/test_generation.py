@@ -179,8 +179,8 @@ def test_unsupported_cache_is_said_once_and_generation_goes_on(small_bank: Prefi
         model = build_model(name)
         prompt = random_ids(60)
         text = generate(model, tokenizer, prompt, max_tokens=6)
-        llm = small_bank.attach(model, tokenizer)
         with pytest.warns(BankWarning, match=class_name) as caught:
+            llm = small_bank.attach(model, tokenizer)
             assert llm.generate(prompt, max_tokens=6).text == text
             result = llm.generate(prompt, max_tokens=6)
         assert len(caught) == 1

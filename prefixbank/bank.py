@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from prefixbank import check as checking
 from prefixbank import eviction
 from prefixbank.config import BankOptions, Durability, Verify, default_root, parse_duration_s, parse_size
-from prefixbank.errors import BankReadOnlyError, ConfigError, UnknownPrefixError
+from prefixbank.errors import BankReadOnlyError, ConfigError, PrefixBankError, UnknownPrefixError
 from prefixbank.index import chunk_rows, namespace_rows, prefix_rows
 from prefixbank.index.namespace_rows import NamespaceUsage
 from prefixbank.session import BankSession
@@ -107,7 +107,11 @@ class PrefixBank:
         )
         bank = cls(BankSession.open(path, options, create=create))
         if not bank.read_only and bank._session.options.max_bytes is not None:
-            bank._hold_budget(bank._session.options.max_bytes)
+            try:
+                bank._hold_budget(bank._session.options.max_bytes)
+            except PrefixBankError:
+                bank.close()
+                raise
         return bank
 
     # --- models
@@ -253,8 +257,8 @@ class PrefixBank:
         Args:
             max_bytes: budget for this prune; None takes the bank's.
             unused_for: also remove what was not used for this long (`"30d"`, or seconds).
-            namespace: touch only chunks of the namespace whose fingerprint begins so; all of them, where neither
-                `max_bytes` nor `unused_for` is given.
+            namespace: touch only chunks of this namespace, given as the beginning of its fingerprint, with `/` and that
+                of its salt digest if need be; all of them, where neither `max_bytes` nor `unused_for` is given.
             dry_run: change nothing.
 
         Pinned prefixes stay. Raises `ConfigError`, `UnknownPrefixError`, `BankReadOnlyError`.
@@ -313,25 +317,28 @@ class PrefixBank:
     def __repr__(self) -> str:
         return f"PrefixBank({str(self.root)!r}{', read_only=True' if self.read_only else ''})"
 
-    def _find_namespace(self, fingerprint_start: str) -> Namespace:
+    def _find_namespace(self, selector: str) -> Namespace:
+        """Return the namespace of `FINGERPRINT[/SALT]`, cut short or whole; `FINGERPRINT/` is the one without salt."""
+        start, slash, salt = selector.lower().partition("/")
         with self._session.index.reading() as tx:
-            found = [
-                usage.namespace
-                for usage in namespace_rows.list_usage(tx)
-                if usage.namespace.fingerprint.startswith(fingerprint_start.lower())
-            ]
-        if len(found) != 1 or len(fingerprint_start) < 4:
+            all_of_them = [usage.namespace for usage in namespace_rows.list_usage(tx)]
+        found = [n for n in all_of_them if n.fingerprint.startswith(start) and n.salt_digest.startswith(salt)]
+        if slash and not salt:
+            found = [n for n in found if not n.salt_digest]
+        if len(found) != 1 or len(start) < 4:
             raise UnknownPrefixError(
-                f"{len(found) or 'no'} namespaces begin with {fingerprint_start!r}: give at least 4 characters that "
-                "only one has (`prefixbank ls namespaces`)"
+                f"{len(found) or 'no'} namespaces begin with {selector!r}: give FINGERPRINT or FINGERPRINT/SALT, at "
+                "least 4 characters that only one has (`prefixbank ls namespaces`)"
             )
         return found[0]
 
     def _hold_budget(self, max_bytes: int) -> None:
         policy = eviction.PrunePolicy(max_bytes=max_bytes)
+        # Files that no row names, as a lost index leaves them, take room like any other.
+        leftovers = eviction.find_leftovers(self._session.index, self._session.shards, time.time())
         quarantined = tuple(self._session.shards.iter_files("quarantine"))
         with self._session.index.reading() as tx:
-            todo = eviction.plan(tx, policy, quarantined=quarantined)
+            todo = eviction.plan(tx, policy, quarantined=quarantined, leftovers=leftovers)
         if todo.chunks or todo.files:
             eviction.execute(self._session.index, self._session.shards, todo)
         if todo.kept_bytes > max_bytes:

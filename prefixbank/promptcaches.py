@@ -76,9 +76,14 @@ class PromptCaches:
         self.prefill_step_size = prefill_step_size
 
     def introduce(self) -> None:
-        """Identify the model now, so that what keeps it out of the bank is said when it is loaded."""
+        """Identify the model now, so that what keeps it out of the bank is said when it is loaded.
+
+        Raises `ConfigError` for options that do not fit the model.
+        """
         try:
             self.identify()
+        except ConfigError:
+            raise
         except PrefixBankError as exc:
             self.warn_of(exc, "attach")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 import uuid
 from contextlib import suppress
@@ -50,7 +51,7 @@ def read_bank_file(root: Path) -> BankFile:
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as exc:
-        raise BankNotFoundError(f"{root} is no bank: run `prefixbank --bank {root} init`") from exc
+        raise BankNotFoundError(f"{root} is no bank: run `prefixbank --bank {shlex.quote(str(root))} init`") from exc
     except OSError as exc:
         raise StorageError(f"{path} can't be read: {exc.strerror or exc}") from exc
     except ValueError as exc:  # a null character

@@ -98,12 +98,14 @@ def store(
             "raise max_bytes"
         )
     for group in _groups(drafts):
-        added, already = _store_group(index, shards, group, source, [r.key for r in known])
-        there += [*added, *already]
+        added, whole = _store_group(index, shards, group, source, there)
         n_new_chunks += len(added)
         n_written_bytes += sum(record.n_bytes for record in added)
-        if len(added) + len(already) < len(group):
+        if not whole:
+            with index.reading() as tx:
+                there, _ = _plan(tx, namespace, token_ids, chunk_tokens, layout)
             break
+        there += [draft.record for draft in group]
     chain_there = _unbroken(there)
     n_tokens = min(chain_there[-1].end, n_asked) if chain_there else 0
     if n_tokens < n_asked and not refused:
@@ -224,15 +226,15 @@ def _store_group(
     shards: ShardStore,
     group: list[_Draft],
     source: RowSource,
-    known_keys: list[ChunkKey],
-) -> tuple[list[ChunkRecord], list[ChunkRecord]]:
-    """Write the shards of a group, then commit their rows.
+    there: list[ChunkRecord],
+) -> tuple[list[ChunkRecord], bool]:
+    """Write the shards of a group, then commit their rows; `there` are the prefix's other chunks that are stored.
 
-    Returns the chunks that were added and those that another writer had added first; both are fewer than the group
-    where a chunk could not be added: those behind it are left out too.
+    Returns the chunks that were added (another writer may have been first) and whether all of the group are there now.
+    Where one can't be added, those behind it are left out too.
     """
     added: list[ChunkRecord] = []
-    already: list[ChunkRecord] = []
+    whole = False
     superseded: list[ChunkRecord] = []
     with shards.writer() as writer:
         written = []
@@ -243,23 +245,26 @@ def _store_group(
         writer.publish()
         now_s = int(time.time())
         with index.writing() as tx:
-            tick = chunk_rows.next_tick(tx)
-            chunk_rows.touch(tx, known_keys, tick, now_s, hits=0)
-            for record in written:
+            # Since the plan was made, the chain may have been evicted and one of the same keys but other token ids
+            # stored in its place: these rows must not come to stand on that.
+            whole = _still_there(tx, [record for record in there if record.start < group[-1].record.start])
+            if whole:
+                tick = chunk_rows.next_tick(tx)
+                chunk_rows.touch(tx, [record.key for record in there], tick, now_s, hits=0)
+            for record in written if whole else ():
                 if chunk_rows.add(tx, record, tick, now_s):
                     assert record.file_name is not None
                     # Kept before the commit: should the commit fail, a file without a row is harmless.
                     writer.keep(record.file_name)
                     added.append(record)
                     superseded += _supersede(tx, record)
-                elif _is_there(tx, record):
-                    already.append(record)
-                else:
+                elif not _is_there(tx, record):
+                    whole = False
                     break
     for tail in superseded:
         if tail.file_name is not None:
             shards.unlink(shards.path_of(tail.file_name))
-    return added, already
+    return added, whole
 
 
 def _with_file(record: ChunkRecord, shard: WrittenShard) -> ChunkRecord:
@@ -271,6 +276,12 @@ def _with_file(record: ChunkRecord, shard: WrittenShard) -> ChunkRecord:
         disk_bytes=shard.disk_bytes,
         digest=shard.digest,
     )
+
+
+def _still_there(tx: sa.Connection, records: list[ChunkRecord]) -> bool:
+    """Tell whether the rows of these chunks are what they were; a shard that was lost meanwhile does not count."""
+    rows = chunk_rows.find(tx, [record.key for record in records])
+    return all(record.key in rows and chunk_rows.same_chunk(rows[record.key], record) for record in records)
 
 
 def _is_there(tx: sa.Connection, record: ChunkRecord) -> bool:

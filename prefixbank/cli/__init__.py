@@ -17,12 +17,13 @@ import typer
 from typer.main import get_command
 
 from prefixbank.cli.check import run as run_check
+from prefixbank.cli.demo import run as run_demo
 from prefixbank.cli.explain import run as run_explain
 from prefixbank.cli.init import run as run_init
 from prefixbank.cli.ls import run as run_ls
 from prefixbank.cli.migrate import run as run_migrate
 from prefixbank.cli.options import DEFAULT_BUSY_TIMEOUT_S, BankChoice
-from prefixbank.cli.output import print_text, say, warnings_as_lines
+from prefixbank.cli.output import print_text, say, silence_stdout, warnings_as_lines
 from prefixbank.cli.pin import run as run_pin
 from prefixbank.cli.prune import run as run_prune
 from prefixbank.cli.rm import run as run_rm
@@ -53,6 +54,7 @@ app = typer.Typer(
 )
 
 _VERBS: dict[str, Callable[..., None]] = {
+    "demo": run_demo,
     "init": run_init,
     "warm": run_warm,
     "ls": run_ls,
@@ -112,6 +114,9 @@ def main(args: Sequence[str] | None = None) -> int:
     with warnings_as_lines():
         try:
             return _run_verb(given or ["--help"])
+        except BrokenPipeError:  # of click's own output, the help
+            silence_stdout()
+            return 0
         except KeyboardInterrupt:
             say("interrupted")
             return EXIT_INTERRUPTED

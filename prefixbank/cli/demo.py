@@ -48,10 +48,13 @@ def run(
         llm = models.load_model(
             bank, folder, adapter=None, salt="", kv_bits=None, kv_group_size=None, precision=precision
         )
-        from prefixbank.demo.run import load_shots, run
+        from prefixbank.demo.run import DemoReport, answer, load_shots, warm
 
-        with progress_bar("warming the prompt") as on_warm, progress_bar("answering") as on_query:
-            report = run(llm, load_shots(), on_warm=on_warm, on_query=on_query)
+        shots = load_shots()
+        with progress_bar("warming the prompt") as progress:
+            warmed, warm_s = warm(llm, shots, progress)
+        with progress_bar("answering, cold and from the bank") as progress:
+            report = DemoReport(warmed, warm_s, answer(llm, shots, progress))
     if as_json:
         _print_json(report, root)
     else:

@@ -18,6 +18,7 @@ __all__ = [
     "print_text",
     "progress_bar",
     "say",
+    "silence_stdout",
     "table",
     "utc",
     "warnings_as_lines",
@@ -41,9 +42,17 @@ def print_text(text: str) -> None:
     try:
         _write(sys.stdout, text)
     except OSError as exc:
-        _silence_stdout()  # or the interpreter tries again at its end
+        silence_stdout()  # or the interpreter tries again at its end
         if not isinstance(exc, BrokenPipeError):
             raise StorageError(f"stdout can't be written: {exc.strerror or exc}") from exc
+
+
+def silence_stdout() -> None:
+    """Send nowhere what is still to be written to stdout: its reader has gone."""
+    with suppress(OSError, ValueError):  # a test's stdout has no descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def say(message: str, kind: str = "") -> None:
@@ -77,12 +86,15 @@ def warnings_as_lines() -> Iterator[None]:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> str:
-    """Return rows as aligned columns under their headers, the columns named in `right` to the right; "" without rows.
+    """Return rows as columns under their headers, the columns named in `right` to the right; "" without rows.
 
-    No cell is cut, so that other programs can read it; rich's tables would cut, and cost 60 ms.
+    On a terminal it is a rich table that folds long cells. Into a pipe go plain aligned columns of which no cell is
+    cut, and rich is not imported (60 ms).
     """
     if not rows:
         return ""
+    if sys.stdout.isatty():
+        return _rich_table(headers, rows, right)
     lines = [[header.upper() for header in headers], *([_printable(cell) for cell in row] for row in rows)]
     widths = [max(_width(line[column]) for line in lines) for column in range(len(headers))]
     texts = []
@@ -93,6 +105,23 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Seque
             cells.append(blanks + cell if header in right else cell + blanks)
         texts.append("  ".join(cells).rstrip())
     return "\n".join(texts)
+
+
+def _rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> str:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for header in headers:
+        columns.add_column(header, justify="right" if header in right else "left", overflow="fold")
+    for row in rows:
+        columns.add_row(*(Text(_printable(cell)) for cell in row))
+    console = Console()
+    with console.capture() as captured:
+        console.print(columns)
+    return captured.get().rstrip("\n")
 
 
 def utc(seconds: int) -> str | None:
@@ -125,13 +154,6 @@ def _write(stream: TextIO, text: str) -> None:
     encoding = stream.encoding or "utf-8"
     stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
     stream.flush()
-
-
-def _silence_stdout() -> None:
-    with suppress(OSError, ValueError):  # a test's stdout has no descriptor
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
 
 
 def _one_line(text: str) -> str:

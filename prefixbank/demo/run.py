@@ -13,7 +13,7 @@ from mlx_lm.generate import stream_generate
 from prefixbank.fewshot import FewShotPrompt, RenderedPrompt
 from prefixbank.model import BankedModel, Warmed
 
-__all__ = ["Answer", "DemoReport", "load_shots", "run"]
+__all__ = ["Answer", "DemoReport", "answer", "load_shots", "warm"]
 
 Progress = Callable[[int, int], None]
 
@@ -70,42 +70,26 @@ def load_shots() -> FewShotPrompt:
     return FewShotPrompt.from_toml(Path(__file__).with_name("sentiment.toml"))
 
 
-def run(
-    llm: BankedModel,
-    shots: FewShotPrompt,
-    *,
-    on_warm: Progress | None = None,
-    on_query: Progress | None = None,
-) -> DemoReport:
-    """Warm the shots into the bank, then answer their queries cold and from the bank, in turn.
-
-    `on_warm` is called with (tokens processed, tokens in all), `on_query` with (queries answered, queries in all).
-    """
+def warm(llm: BankedModel, shots: FewShotPrompt, progress: Progress | None = None) -> tuple[Warmed, float]:
+    """Warm the shots into the bank; returns what that did, and the seconds that it took."""
     started_at = time.perf_counter()
-    warmed = llm.warm(shots, pin=True, progress=on_warm)
-    warm_s = time.perf_counter() - started_at
+    warmed = llm.warm(shots, pin=True, progress=progress)
+    return warmed, time.perf_counter() - started_at
+
+
+def answer(llm: BankedModel, shots: FewShotPrompt, progress: Progress | None = None) -> tuple[Answer, ...]:
+    """Answer the shots' queries cold and from the bank, in turn; `progress` is called with (queries done, in all)."""
     _answer_cold(llm, shots.render("warm-up"))  # what the first generation of a process costs is neither's
-    answers = []
-    for n_answered, query in enumerate(shots.queries):
-        if on_query is not None:
-            on_query(n_answered, len(shots.queries))
+    answers: list[Answer] = []
+    for query in shots.queries:
+        if progress is not None:
+            progress(len(answers), len(shots.queries))
         prompt = shots.render(query)
         cold_text, cold_ttft_s = _answer_cold(llm, prompt)
         hit = llm.generate(prompt, max_tokens=MAX_TOKENS)
-        answers.append(
-            Answer(
-                query,
-                cold_text,
-                hit.text,
-                hit.cached_tokens,
-                hit.computed_tokens,
-                cold_ttft_s,
-                hit.ttft_s,
-            )
-        )
-    if on_query is not None:
-        on_query(len(shots.queries), len(shots.queries))
-    return DemoReport(warmed, warm_s, tuple(answers))
+        tokens = (hit.cached_tokens, hit.computed_tokens)
+        answers.append(Answer(query, cold_text, hit.text, *tokens, cold_ttft_s, hit.ttft_s))
+    return tuple(answers)
 
 
 def _answer_cold(llm: BankedModel, prompt: RenderedPrompt) -> tuple[str, float]:

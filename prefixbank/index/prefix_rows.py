@@ -72,16 +72,10 @@ def move(tx: sa.Connection, from_key: ChunkKey, to_key: ChunkKey) -> None:
 
 def chain_keys(tx: sa.Connection, last_keys: Iterable[ChunkKey]) -> set[ChunkKey]:
     """Return the keys of the chunks that the given ones end, themselves included."""
-    known: set[ChunkKey] = set()
-    frontier = set(last_keys)
-    while frontier:
-        known |= frontier
-        # Level by level; chains share their beginnings, so each chunk is asked for once.
-        parents = tx.execute(
-            sa.select(chunks.c.parent_key).where(chunks.c.key.in_(list(frontier)), chunks.c.parent_key.is_not(None))
-        ).scalars()
-        frontier = {ChunkKey(key) for key in parents} - known
-    return known
+    columns = (chunks.c.key, chunks.c.parent_key)
+    ends = sa.select(*columns).where(chunks.c.key.in_(list(last_keys))).cte("chain", recursive=True)
+    chain = ends.union(sa.select(*columns).join(ends, chunks.c.key == ends.c.parent_key))
+    return {ChunkKey(key) for key in tx.execute(sa.select(chain.c.key)).scalars()}
 
 
 def pinned_chain_keys(tx: sa.Connection) -> set[ChunkKey]:

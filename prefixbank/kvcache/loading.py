@@ -60,8 +60,8 @@ def load_model_and_tokenizer(
         )
         convert = precision == "float32" or (precision == "auto" and _too_slow_as_it_is(model))
         if convert:
+            model.set_dtype(mx.float32)  # scales first: half-precision arithmetic is what is slow
             model = dequantize_model(model)
-            model.set_dtype(mx.float32)
             mx.eval(model.parameters())
         if adapter_folder is not None:
             model = load_adapters(model, str(adapter_folder))

@@ -18,6 +18,11 @@ from prefixbank.layout import CacheLayout
 __all__ = ["KVQuantization", "new_prompt_cache", "probe_layout", "quantize"]
 
 
+KV_BITS = (2, 3, 4, 5, 6, 8)
+KV_GROUP_SIZES = (32, 64, 128)
+"""What `mx.quantize` knows in its affine mode."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVQuantization:
     """Say how the KV cache is quantised, with mlx-lm's names; `kv_bits=None` leaves it as the model makes it."""
@@ -27,6 +32,11 @@ class KVQuantization:
     quantized_kv_start: int = 0
 
     def __post_init__(self) -> None:
+        if self.kv_bits is not None and self.kv_bits not in KV_BITS:
+            raise ConfigError(f"kv_bits={self.kv_bits} is unknown: use one of {', '.join(map(str, KV_BITS))}")
+        if self.kv_group_size not in KV_GROUP_SIZES:
+            known = ", ".join(map(str, KV_GROUP_SIZES))
+            raise ConfigError(f"kv_group_size={self.kv_group_size} is unknown: use one of {known}")
         if self.kv_bits is not None and self.quantized_kv_start != 0:
             raise ConfigError(
                 "quantized_kv_start must be 0 with a bank: later starts mix two cache classes in one prefix"
@@ -58,14 +68,15 @@ def probe_layout(model: nn.Module, quantization: KVQuantization) -> CacheLayout:
     """Return the layout of the model's prompt cache.
 
     Builds the graph of one token and computes none of it: shapes and dtypes are known without. Raises
-    `UnsupportedCacheError` for a cache class without adapter, and for a model that can't be called like mlx-lm's.
+    `UnsupportedCacheError` for a cache class without adapter, and for a model that can't be called like mlx-lm's;
+    `ConfigError` for a quantisation that does not fit the heads.
     """
     try:
         prompt_cache = new_prompt_cache(model)
         for layer_cache in prompt_cache:
             kind_of(layer_cache)
         model(mx.array([[0]]), cache=prompt_cache)
-        quantize(prompt_cache, quantization)
+        _quantize_probe(prompt_cache, quantization)
         return describe(prompt_cache)
     except PrefixBankError:
         raise
@@ -74,3 +85,10 @@ def probe_layout(model: nn.Module, quantization: KVQuantization) -> CacheLayout:
             f"{type(model).__name__} can't be asked for its prompt cache ({type(exc).__name__}: {exc}): generation "
             "goes on without the bank"
         ) from exc
+
+
+def _quantize_probe(prompt_cache: list[Any], quantization: KVQuantization) -> None:
+    try:
+        quantize(prompt_cache, quantization)
+    except ValueError as exc:
+        raise ConfigError(f"this model's KV can't be quantised so: {exc}") from exc

@@ -1,9 +1,10 @@
-"""Banks with content that need no model, and what a command line left behind."""
+"""Prompts, banks with content that need no model, and what a command line left behind."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,17 @@ LAYOUT = CacheLayout((LAYER, LAYER))
 CHUNK_TOKENS = 8
 FINGERPRINTS = ("ab" * 32, "cd" * 32)
 LABELS = {FINGERPRINTS[0]: "models/first", FINGERPRINTS[1]: "models/second"}
+
+SHOTS = """
+name = "lamps/v1"
+instructions = "Say positive or negative."
+queries = ["the wick broke"]
+
+[[examples]]
+input = "the lamp is lovely"
+output = "positive"
+"""
+TEXT = "the lamp is lovely and the zip broke\n"
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,11 @@ class FilledBank:
 
     root: Path
     last_keys: dict[str, str] = field(default_factory=dict)
+
+    def copy(self, root: Path) -> FilledBank:
+        """Return a copy of the bank at another root."""
+        shutil.copytree(self.root, root)
+        return FilledBank(root, dict(self.last_keys))
 
     def store(
         self,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prefixbank.bank import PrefixBank
 from prefixbank.cli import main
-from tests.cli.banks import CHUNK_TOKENS, FINGERPRINTS, FilledBank, Outcome
+from tests.cli.banks import CHUNK_TOKENS, FINGERPRINTS, SHOTS, TEXT, FilledBank, Outcome
+
+Run = Callable[..., Outcome]
 
 
 @pytest.fixture
@@ -18,20 +23,28 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "bank"
 
 
+@pytest.fixture(scope="session")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FilledBank]:
+    """The banks that tests get copies of: making one takes longer than most tests."""
+    empty = FilledBank(tmp_path_factory.mktemp("banks") / "empty")
+    PrefixBank.open(empty.root, chunk_tokens=CHUNK_TOKENS, durability="fast").close()
+    filled = empty.copy(empty.root.with_name("filled"))
+    filled.store("short", list(range(20)))
+    filled.store("long", [*range(16), *range(100, 112)])
+    filled.store("other", list(range(50, 60)), fingerprint=FINGERPRINTS[1])
+    return {"empty": empty, "filled": filled}
+
+
 @pytest.fixture
-def empty(root: Path) -> FilledBank:
+def empty(templates: dict[str, FilledBank], root: Path) -> FilledBank:
     """A bank without content."""
-    PrefixBank.open(root, chunk_tokens=CHUNK_TOKENS, durability="fast").close()
-    return FilledBank(root)
+    return templates["empty"].copy(root)
 
 
 @pytest.fixture
-def filled(empty: FilledBank) -> FilledBank:
+def filled(templates: dict[str, FilledBank], root: Path) -> FilledBank:
     """A bank with the prefixes `short` (20 tokens), `long` (28, the same first 16) and `other` (10, another model)."""
-    empty.store("short", list(range(20)))
-    empty.store("long", [*range(16), *range(100, 112)])
-    empty.store("other", list(range(50, 60)), fingerprint=FINGERPRINTS[1])
-    return empty
+    return templates["filled"].copy(root)
 
 
 @pytest.fixture
@@ -90,3 +103,53 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+@pytest.fixture
+def shots(tmp_path: Path) -> str:
+    path = tmp_path / "shots.toml"
+    path.write_text(SHOTS)
+    return str(path)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "prompt.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+@pytest.fixture
+def warm(run: Run, tiny_model: Path) -> Run:
+    def warm_with(*args: str) -> Outcome:
+        return run("warm", *args, "--model", str(tiny_model))
+
+    return warm_with
+
+
+@pytest.fixture
+def explain(run: Run, tiny_model: Path) -> Run:
+    def explain_with(*args: str) -> Outcome:
+        return run("explain", *args, "--model", str(tiny_model))
+
+    return explain_with
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Callable[..., str]:
+    """Give a function that writes a .jsonl file."""
+
+    def write(*prompts: Any) -> str:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join((p if isinstance(p, str) else json.dumps(p)) + "\n" for p in prompts))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def give(text: str) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+    return give

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -211,7 +212,30 @@ def test_reading_verbs_change_no_byte(run: Run, filled: FilledBank) -> None:
     assert digest_of(filled.root) == before
 
 
+def test_bars_are_shown_on_a_terminal_only_and_never_on_stdout(
+    run: Run, filled: FilledBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("check", "--read-data", "--json").err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    outcome = run("check", "--read-data", "--json")
+    assert outcome.document["ok"]
+    assert "checking" in outcome.err
+
+
 def _flip_last_byte(path: Path) -> None:
     shard = bytearray(path.read_bytes())
     shard[-1] ^= 1
     path.write_bytes(shard)
+
+
+def test_tables_on_a_terminal_are_folded_not_cut(run: Run, filled: FilledBank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", run("ls").out)  # without the styles
+    assert max(len(line) for line in out.splitlines()) <= 60
+    cells = " ".join(out.split())
+    for name in ("long", "other", "short"):
+        assert name in cells
+    # Every letter of every cell is there, whatever line it is folded to.
+    assert all(out.count(letter) >= "models/firstmodels/firstmodels/second".count(letter) for letter in "mdfisc")

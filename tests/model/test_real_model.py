@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from mlx_lm import stream_generate
 
 from prefixbank import BankedModel, PrefixBank
-from prefixbank.demo.run import load_shots, run
+from prefixbank.cli import main
+from prefixbank.demo.run import answer, load_shots, warm
 from prefixbank.demo.smollm2 import fetch_smollm2
 
 pytestmark = pytest.mark.real_model
@@ -63,12 +66,33 @@ def test_chat_of_a_real_template_goes_on_from_the_bank(smollm2: BankedModel) -> 
 
 def test_demo_answers_alike_and_starts_from_the_bank_the_second_time(smollm2: BankedModel, bank: PrefixBank) -> None:
     shots = replace(SHOTS, name="sentiment/v1", queries=QUERIES[:2])
-    first = run(smollm2, shots)
-    assert first.all_equal
-    assert {answer.text.split()[0] for answer in first.answers} <= {"positive", "negative"}
-    again = run(smollm2, shots)
-    assert (again.warmed.computed_tokens, again.warmed.written_bytes) == (0, 0)
+    first, _ = warm(smollm2, shots)
+    answers = answer(smollm2, shots)
+    assert all(one.equal for one in answers)
+    assert {one.text.split()[0] for one in answers} <= {"positive", "negative"}
+    assert {one.cached_tokens for one in answers} == {first.n_tokens}
+    again, _ = warm(smollm2, shots)
+    assert (again.computed_tokens, again.written_bytes) == (0, 0)
     assert bank.prefixes("sentiment/v1")[0].pinned
+
+
+def test_demo_verb_compares_cold_with_bank_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shots = replace(SHOTS, name="sentiment/v1", queries=QUERIES[:1])
+    monkeypatch.setattr("prefixbank.demo.run.load_shots", lambda: shots)
+    monkeypatch.setenv("PREFIXBANK_HOME", str(tmp_path / "bank"))
+    assert main(["demo", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert (first["schema"], first["all_equal"], first["root"]) == (1, True, str(tmp_path / "bank"))
+    assert first["warmed"]["computed_tokens"] == first["answers"][0]["cached_tokens"] > 150
+    assert main(["demo"]) == 0
+    out = capsys.readouterr().out
+    assert "from an earlier run" in out
+    assert "All texts are equal" in out
+    # A text that differs must not pass.
+    monkeypatch.setattr("prefixbank.demo.run._answer_cold", lambda *_: ("something else", 1.0))
+    assert main(["demo"]) == 1
 
 
 def test_demo_prompt_is_a_real_few_shot_prompt(smollm2: BankedModel) -> None:

@@ -1,81 +1,17 @@
-"""Hold the verbs that need a model to their rules: warm and explain."""
+"""Hold `warm` to its rules."""
 
 from __future__ import annotations
 
-import io
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cli.banks import FilledBank, Outcome, digest_of
+from tests.cli.banks import TEXT, FilledBank, Outcome, digest_of
 
 Run = Callable[..., Outcome]
 
-SHOTS = """
-name = "lamps/v1"
-instructions = "Say positive or negative."
-queries = ["the wick broke"]
-
-[[examples]]
-input = "the lamp is lovely"
-output = "positive"
-"""
-TEXT = "the lamp is lovely and the zip broke\n"
 N_TOKEN_BYTES = 2 * 2 * 2 * 32 * 4  # layers, keys and values, heads, head_dim, float32
-
-
-@pytest.fixture
-def shots(tmp_path: Path) -> str:
-    path = tmp_path / "shots.toml"
-    path.write_text(SHOTS)
-    return str(path)
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "prompt.txt"
-    path.write_text(TEXT)
-    return str(path)
-
-
-@pytest.fixture
-def warm(run: Run, tiny_model: Path) -> Run:
-    def warm_with(*args: str) -> Outcome:
-        return run("warm", *args, "--model", str(tiny_model))
-
-    return warm_with
-
-
-@pytest.fixture
-def explain(run: Run, tiny_model: Path) -> Run:
-    def explain_with(*args: str) -> Outcome:
-        return run("explain", *args, "--model", str(tiny_model))
-
-    return explain_with
-
-
-@pytest.fixture
-def lines(tmp_path: Path) -> Callable[..., str]:
-    """Give a function that writes a .jsonl file."""
-
-    def write(*prompts: Any) -> str:
-        path = tmp_path / "prompts.jsonl"
-        path.write_text("".join((p if isinstance(p, str) else json.dumps(p)) + "\n" for p in prompts))
-        return str(path)
-
-    return write
-
-
-@pytest.fixture
-def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    def give(text: str) -> None:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-
-    return give
 
 
 def test_warm_makes_the_bank_and_stores_what_few_shot_prompts_share(run: Run, warm: Run, shots: str) -> None:
@@ -248,43 +184,3 @@ def test_a_model_that_is_none_is_said_in_one_line(run: Run, text: str, tmp_path:
     assert (outcome.code, outcome.out) == (2, "")
     assert str(folder) in outcome.err
     assert outcome.err.count("\n") == 1
-
-
-def test_explain_says_how_far_prompts_match(
-    warm: Run, explain: Run, text: str, tmp_path: Path, empty: FilledBank
-) -> None:
-    warm(text, "--name", "text")
-    before = digest_of(empty.root)
-    (whole,) = explain(text, "--json").document["explanations"]
-    assert whole["n_matched_tokens"] == whole["n_prompt_tokens"] - 1
-    assert (whole["source"], whole["prefix_names"]) == (text, ["text"])
-    other = tmp_path / "other.txt"
-    other.write_text(TEXT.replace("zip", "wick"))
-    (parted,) = explain(str(other), "--json").document["explanations"]
-    assert 0 < parted["n_matched_tokens"] == parted["differs_at"] < whole["n_matched_tokens"]
-    out = explain(str(other)).out
-    assert out.startswith(f"{other}: {parted['n_matched_tokens']} of {parted['n_prompt_tokens']} tokens are stored: ")
-    assert digest_of(empty.root) == before
-
-
-def test_explain_renders_few_shot_prompts_with_a_query(warm: Run, explain: Run, shots: str) -> None:
-    n_shared = warm(shots, "--json").document["prefixes"][0]["n_tokens"]
-    sample = explain(shots, "--json").document["explanations"][0]
-    asked = explain(shots, "--query", "7 lamps broke", "--json").document["explanations"][0]
-    assert sample["n_matched_tokens"] == asked["n_matched_tokens"] == n_shared
-    assert sample["n_prompt_tokens"] != asked["n_prompt_tokens"]
-
-
-def test_explain_needs_a_query_for_shots_without_samples_and_none_for_texts(
-    explain: Run, empty: FilledBank, text: str, lines: Callable[..., str]
-) -> None:
-    source = lines({"instructions": "Judge."})
-    outcome = explain(source)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert "give --query TEXT" in outcome.err
-    assert "--query is for these" in explain(text, "--query", "x").err
-
-
-def test_explain_without_a_bank_ends_with_10_before_a_model_is_loaded(run: Run, text: str) -> None:
-    outcome = run("explain", text, "--model", "no/such-model")
-    assert (outcome.code, outcome.out) == (10, "")

@@ -108,6 +108,15 @@ def test_ten_tokens_are_stored_as_ten_rows(llm: Any, small_bank: PrefixBank) -> 
     assert chunk.n_bytes - chunk.data_offset == 10 * llm.layout.token_bytes
 
 
+def test_put_stores_no_more_tokens_than_the_cache_holds(llm: Any) -> None:
+    token_ids = random_ids(60)
+    prompt_cache = live_cache(llm.model, token_ids[:40])
+    assert llm.put(token_ids, prompt_cache).n_tokens == 40
+    assert llm.match(token_ids).n_tokens == 40
+    assert llm.put(token_ids[:30], prompt_cache).n_tokens == 30
+    assert llm.put(token_ids, make_prompt_cache(llm.model)).n_tokens == 0
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_text_and_log_probabilities_of_hit_and_cold_agree_on_200_pairs(
     name: str, small_bank: PrefixBank, tokenizer: Any

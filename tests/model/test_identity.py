@@ -15,6 +15,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm import generate
+from mlx_lm.models.cache import ConcatenateKVCache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from prefixbank import FingerprintMismatchError, PrefixBank
@@ -130,6 +131,18 @@ def test_dtypes_and_quantisation_keep_apart(small_bank: PrefixBank, save_tiny: S
     assert {array.dtype for _, array in first.row_arrays()} == {"F32"}
 
 
+def test_cache_classes_keep_apart(small_bank: PrefixBank, tokenizer: Any) -> None:
+    """The same weights, but another class of cache: what is restored must be of the class that the model uses."""
+    prompt = random_ids(60)
+    small_bank.attach(build_model(), tokenizer).warm(prompt)
+    other = build_model()
+    object.__setattr__(other, "make_cache", lambda: [ConcatenateKVCache() for _ in other.layers])
+    llm = small_bank.attach(other, tokenizer)
+    assert llm.match(prompt).n_tokens == 0
+    llm.warm(prompt)
+    assert type(llm.resolve(prompt).prompt_cache[0]) is ConcatenateKVCache
+
+
 def test_salts_keep_apart(small_bank: PrefixBank, llama: Any, tokenizer: Any) -> None:
     prompt = random_ids(60)
     small_bank.attach(llama, tokenizer, salt="tenant a").warm(prompt)
@@ -183,10 +196,7 @@ def test_second_process_hits_what_the_first_stored(bank_root: Path, save_tiny: S
 
 def test_put_refuses_a_cache_of_another_layout(llm: Any, small_bank: PrefixBank) -> None:
     other = build_model(dtype=mx.float16)
-    prompt_cache = other.make_cache() if hasattr(other, "make_cache") else None
-    from mlx_lm.models.cache import make_prompt_cache
-
-    prompt_cache = prompt_cache or make_prompt_cache(other)
+    prompt_cache = make_prompt_cache(other)
     other(mx.array(random_ids(20))[None], cache=prompt_cache)
     with pytest.raises(FingerprintMismatchError):
         llm.put(random_ids(20), prompt_cache)

@@ -248,6 +248,8 @@ class BankedModel:
         pin: bool = False,
         progress: Progress | None = None,
         prefill_step_size: int | None = None,
+        reserve: int = 0,
+        hold_back: int = 0,
     ) -> Warmed:
         """Store a prefix ahead of its use: the part that all queries of a `FewShotPrompt` share, or a whole prompt.
 
@@ -257,6 +259,8 @@ class BankedModel:
             pin: never evict it. A pin needs a name.
             progress: called with (tokens processed, tokens in all).
             prefill_step_size: how many tokens a step computes.
+            reserve: how many tokens the working cache has room for behind the prefix; what is stored is the same.
+            hold_back: leave the last n tokens out of the prefix.
 
         Raises `PromptError`, `UnsupportedCacheError` and the bank's errors.
         """
@@ -265,8 +269,11 @@ class BankedModel:
             name, source_digest = name or prompt.name or None, prompt.source_digest
         else:
             packed, source_digest = self._encoder.encode(prompt).token_ids, ""
+        if hold_back < 0:
+            raise ConfigError(f"hold_back={hold_back} must not be negative")
+        packed = packed[: max(len(packed) // TOKEN_BYTES - hold_back, 0) * TOKEN_BYTES]
         if not packed:
-            raise PromptError("these prompts share no token: there is nothing to warm")
+            raise PromptError("the prompts share no token, or all are held back: there is nothing to warm")
         if pin and name is None:
             raise ConfigError("a pin needs a name: give name=")
         namespace, _ = self._caches.identify()
@@ -277,7 +284,7 @@ class BankedModel:
         if self._session.read_only and (n_cached < n_tokens or name is not None):
             raise BankReadOnlyError(f"{self._session.root} is opened read-only: nothing can be warmed")
         if found.n_tokens < n_tokens:
-            found, prompt_cache = self._caches.load(found, 0)
+            found, prompt_cache = self._caches.load(found, max(reserve, 0))
             n_cached = found.n_tokens
             token_ids = unpack_token_ids(packed)
             self._caches.compute(prompt_cache, token_ids, n_cached, n_tokens, prefill_step_size, progress)

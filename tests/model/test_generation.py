@@ -88,6 +88,18 @@ def test_hold_back_also_holds_for_what_is_stored(llm: Any, small_bank: PrefixBan
     assert sum(c.n_tokens for c in small_bank.chunks()) == 32
 
 
+def test_warm_can_hold_tokens_back(llm: Any, small_bank: PrefixBank) -> None:
+    prompt = random_ids(60)
+    warmed = llm.warm(prompt, name="but ten", hold_back=10, reserve=100)
+    assert (warmed.n_tokens, warmed.stored_tokens) == (50, 50)
+    assert small_bank.prefixes("but ten")[0].n_tokens == 50
+    assert llm.match(prompt).n_tokens == 50
+    with pytest.raises(PromptError, match="held back"):
+        llm.warm(prompt, hold_back=60)
+    with pytest.raises(ConfigError, match="hold_back"):
+        llm.warm(prompt, hold_back=-1)
+
+
 def test_logits_processors_see_all_token_ids(llm: Any) -> None:
     prompt = random_ids(50)
     seen: list[list[int]] = []

@@ -95,7 +95,10 @@ class PrefixBank:
             ConfigError: an option or folder that makes no sense.
             BankNotFoundError, SchemaError, IndexCorruptError, BankBusyError, StorageError: as their names say.
         """
-        path = Path(root).expanduser() if root is not None else default_root()
+        try:
+            path = Path(root).expanduser() if root is not None else default_root()
+        except RuntimeError as exc:  # ~nobody
+            raise ConfigError(f"{root} can't be a bank root: {exc}") from exc
         options = BankOptions(
             max_bytes=None if max_bytes is None else parse_size(max_bytes),
             memory_bytes=parse_size(memory_bytes),

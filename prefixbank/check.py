@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prefixbank.chunking import TOKEN_BYTES, chunk_key, root_key
+from prefixbank.config import BANK_FILE
 from prefixbank.errors import ShardError, ShardMissingError, StorageError
 from prefixbank.eviction import find_leftovers
 from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows
+from prefixbank.rootfile import INDEX_FILE
 from prefixbank.shards import ShardStore
 from prefixbank.values import ChunkRecord
 
@@ -97,6 +99,7 @@ def check(
             or record.key != chunk_key(parent_key, record.token_ids)
             or record.start != (parent.end if parent else 0)
             or (record.parent_key is not None and parent is None)
+            or (parent is not None and parent.namespace_id != record.namespace_id)
             or len(record.token_ids) != record.n_tokens * TOKEN_BYTES
         ):
             findings.append(
@@ -115,7 +118,7 @@ def check(
         for prefix in prefixes
         if prefix.chunk_key is None
     ]
-    findings += _check_folders(shards)
+    findings += _check_modes(shards)
     findings += [
         Finding(
             "leftover",
@@ -167,7 +170,10 @@ def _check_shard(index: Index, shards: ShardStore, record: ChunkRecord, read_dat
         yield Finding("permissions", record.file_name, f"mode {mode:o} lets others read it: chmod 600")
 
 
-def _check_folders(shards: ShardStore) -> Iterator[Finding]:
+def _check_modes(shards: ShardStore) -> Iterator[Finding]:
     for path in (shards.root, *(shards.root / name for name in ("shards", "tmp", "quarantine"))):
         if path.is_dir() and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
             yield Finding("permissions", str(path), f"mode {mode:o} lets others look in: chmod 700")
+    for path in (shards.root / INDEX_FILE, shards.root / BANK_FILE):  # the index holds token ids: the prompts
+        if path.is_file() and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
+            yield Finding("permissions", str(path), f"mode {mode:o} lets others read it: chmod 600")

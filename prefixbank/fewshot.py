@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -43,18 +43,19 @@ class FewShotPrompt:
 
     With `chat=True` the instructions are the system message, and inputs and outputs those of user and assistant, for
     the tokenizer's chat template. The labels are `"Input: "` and `"Output: "` unless given; in a chat they are empty.
+    `examples` and `queries` may be given as lists; they are kept as tuples.
     `name` is what `warm` calls the prefix unless told otherwise; `queries` are samples, for trying the prompt out.
 
     Raises `PromptError` for a prompt without instructions and examples.
     """
 
     instructions: str = ""
-    examples: tuple[Example, ...] = ()
+    examples: Sequence[Example] = ()
     chat: bool = False
     input_label: str | None = None
     output_label: str | None = None
     name: str = ""
-    queries: tuple[str, ...] = ()
+    queries: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "examples", tuple(self.examples))

@@ -158,11 +158,17 @@ def _translated(error: Exception, index_path: Path) -> PrefixBankError:
     if isinstance(error, exc.TimeoutError):
         return BankBusyError(f"{index_path} is in use by too many threads: try again")
     cause = error.orig if isinstance(error, exc.DBAPIError) else error
-    code = getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    extended_code = getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    code = extended_code & 0xFF
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return BankBusyError(f"another process holds {index_path}: try again, or raise the time limit")
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return IndexCorruptError(f"{index_path} is damaged ({cause}): move it aside and warm the bank again")
+    if extended_code in (sqlite3.SQLITE_READONLY_ROLLBACK, sqlite3.SQLITE_READONLY_RECOVERY):
+        return BankReadOnlyError(
+            f"a process died while it wrote to {index_path}, and only a writer can mend that: open the bank once "
+            "without read_only, or run `prefixbank prune`"
+        )
     if code == sqlite3.SQLITE_READONLY:
         return BankReadOnlyError(f"{index_path} can't be written: open the bank with read_only=True")
     if code == sqlite3.SQLITE_ERROR and "no such" in str(cause):

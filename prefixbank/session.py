@@ -108,10 +108,11 @@ class BankSession:
             self.flush()
         except PrefixBankError as exc:
             self.warn("flush", f"which prefixes were used could not be noted: {exc}")
-        self.memory.clear()
-        if "_executor" in self.__dict__:
-            self._executor.shutdown()
-        self.index.close()
+        finally:
+            self.memory.clear()
+            if "_executor" in self.__dict__:
+                self._executor.shutdown()
+            self.index.close()
 
     def warn(self, cause: str, message: str) -> None:
         """Warn once for each cause, and count each time."""

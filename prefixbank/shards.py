@@ -69,9 +69,11 @@ def disk_bytes(n_bytes: int) -> int:
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder of mode 0700, whatever the umask, with its parents. Raises `StorageError`."""
+    """Make a folder of mode 0700, whatever the umask, and the parents that it lacks. Raises `StorageError`."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.parent.exists():
+            make_private_folder(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
         if stat.S_IMODE(path.stat().st_mode) != 0o700:
             path.chmod(0o700)
     except OSError as exc:

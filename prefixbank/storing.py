@@ -253,14 +253,16 @@ def _store_group(
                 chunk_rows.touch(tx, [record.key for record in there], tick, now_s, hits=0)
             for record in written if whole else ():
                 if chunk_rows.add(tx, record, tick, now_s):
-                    assert record.file_name is not None
-                    # Kept before the commit: should the commit fail, a file without a row is harmless.
-                    writer.keep(record.file_name)
                     added.append(record)
                     superseded += _supersede(tx, record)
                 elif not _is_there(tx, record):
                     whole = False
                     break
+            # Kept before the commit, which may come through even where it fails: a file without a row is harmless. Not
+            # earlier: a full disk that fails a row must not be filled further by the shards.
+            for record in added:
+                assert record.file_name is not None
+                writer.keep(record.file_name)
     for tail in superseded:
         if tail.file_name is not None:
             shards.unlink(shards.path_of(tail.file_name))

@@ -71,6 +71,12 @@ def empty_runs(layout: CacheLayout, n_tokens: int) -> list[Rows]:
     return [np.full(shape, 0xAA, np.uint8) for shape in shapes]
 
 
+def disk_usage(bank: PrefixBank) -> int:
+    """Return what shards and quarantined files take on disk, in whole blocks of 4096 bytes, as `du` says."""
+    files = [path for name in ("shards", "quarantine") for path in (bank.root / name).rglob("*") if path.is_file()]
+    return sum(-(-path.stat().st_size // 4096) * 4096 for path in files)
+
+
 class FakeModel:
     """Do to a bank what a model's `PromptCaches` does, with made-up rows and without MLX."""
 
@@ -98,9 +104,7 @@ class FakeModel:
 
     def store(self, token_ids: Sequence[int], flavour: bytes = b"A") -> Stored:
         """Store a prefix whole."""
-        stored: Stored = self.session.store(
-            self.namespace, pack_token_ids(token_ids), self.source(token_ids, flavour)
-        )
+        stored: Stored = self.session.store(self.namespace, pack_token_ids(token_ids), self.source(token_ids, flavour))
         return stored
 
     def name(self, name: str, token_ids: Sequence[int], *, pin: bool = False) -> Stored:
@@ -137,18 +141,27 @@ class FakeModel:
         Asserts that each chunk read holds the rows of exactly these token ids, of one of the flavours.
         """
         found = self.match(token_ids)
-        for number, record in enumerate(found.chunks):
+        kept: list[ChunkRecord] = []
+        whole = True
+        for record in found.chunks:
             try:
                 rows = self.read(record)
             except (ShardError, StorageError) as error:
                 resolver.heal(self.session.index, self.session.shards, record, error)
-                kept = found.chunks[:number]
-                found = replace(found, n_tokens=kept[-1].end if kept else 0, chunks=kept, reason="lost")
-                break
+                whole = False
+                continue
+            if whole:
+                kept.append(record)
             stored_ids = [*token_ids[: record.start], *unpack_token_ids(record.token_ids)]
             allowed = {self.source(stored_ids, f).joined(record.start, record.n_tokens) for f in flavours}
             assert rows in allowed, f"wrong rows for tokens {record.start} to {record.end} of {list(token_ids)}"
-        return found
+        if whole:
+            return found
+        return replace(found, n_tokens=kept[-1].end if kept else 0, chunks=tuple(kept), reason="lost")
+
+    def held(self, *prompts: Sequence[int]) -> list[int]:
+        """Return how many tokens of each prompt are stored, and read them."""
+        return [self.resolve(token_ids).n_tokens for token_ids in prompts]
 
     def path_of(self, record: ChunkRecord) -> Any:
         """Return where a chunk's shard lies."""

@@ -29,7 +29,7 @@ __all__ = [
 
 _NOT_STORED = {"first_token"}  # derived from token_ids; only the database needs it
 _COLUMNS = [column for column in chunks.c if column.name not in _NOT_STORED]
-_KEYS_PER_QUERY = 10_000  # SQLite binds 32,766 parameters at most
+KEYS_PER_QUERY = 10_000  # SQLite binds 32,766 parameters at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ def same_chunk(left: ChunkRecord, right: ChunkRecord) -> bool:
 def find(tx: sa.Connection, keys: Sequence[ChunkKey]) -> dict[ChunkKey, ChunkRecord]:
     """Return the rows of the given keys that exist. Whether a row is the chunk that was meant is the caller's check."""
     found: dict[ChunkKey, ChunkRecord] = {}
-    for low in range(0, len(keys), _KEYS_PER_QUERY):
-        query = sa.select(*_COLUMNS).where(chunks.c.key.in_(keys[low : low + _KEYS_PER_QUERY]))
+    for low in range(0, len(keys), KEYS_PER_QUERY):
+        query = sa.select(*_COLUMNS).where(chunks.c.key.in_(keys[low : low + KEYS_PER_QUERY]))
         for row in tx.execute(query):
             record = _from_row(row)
             found[record.key] = record

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import sqlalchemy as sa
 
+from prefixbank.index.chunk_rows import KEYS_PER_QUERY
 from prefixbank.schema import chunks, prefixes
 from prefixbank.values import ChunkKey, PrefixRecord
 
@@ -73,9 +74,14 @@ def move(tx: sa.Connection, from_key: ChunkKey, to_key: ChunkKey) -> None:
 def chain_keys(tx: sa.Connection, last_keys: Iterable[ChunkKey]) -> set[ChunkKey]:
     """Return the keys of the chunks that the given ones end, themselves included."""
     columns = (chunks.c.key, chunks.c.parent_key)
-    ends = sa.select(*columns).where(chunks.c.key.in_(list(last_keys))).cte("chain", recursive=True)
-    chain = ends.union(sa.select(*columns).join(ends, chunks.c.key == ends.c.parent_key))
-    return {ChunkKey(key) for key in tx.execute(sa.select(chain.c.key)).scalars()}
+    known: set[ChunkKey] = set()
+    pending = list(last_keys)
+    for low in range(0, len(pending), KEYS_PER_QUERY):
+        asked = pending[low : low + KEYS_PER_QUERY]
+        ends = sa.select(*columns).where(chunks.c.key.in_(asked)).cte("chain", recursive=True)
+        chain = ends.union(sa.select(*columns).join(ends, chunks.c.key == ends.c.parent_key))
+        known.update(ChunkKey(key) for key in tx.execute(sa.select(chain.c.key)).scalars())
+    return known
 
 
 def pinned_chain_keys(tx: sa.Connection) -> set[ChunkKey]:

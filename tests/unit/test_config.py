@@ -38,7 +38,25 @@ def test_sizes_are_read_as_people_write_them(size: int | str, n_bytes: int) -> N
 
 @pytest.mark.parametrize(
     "size",
-    ["", "GB", "-1", "1e9", "20XB", "1 2", "1iB", "1i", "0x10", "nan", -1, 2**63, "10000000 TB", "9" * 400, True, None, 1.5],
+    [
+        "",
+        "GB",
+        "-1",
+        "1e9",
+        "20XB",
+        "1 2",
+        "1iB",
+        "1i",
+        "0x10",
+        "nan",
+        -1,
+        2**63,
+        "10000000 TB",
+        "9" * 400,
+        True,
+        None,
+        1.5,
+    ],
 )
 def test_what_is_no_size_is_refused(size: Any) -> None:
     with pytest.raises(ConfigError, match="is no size"):

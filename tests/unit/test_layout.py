@@ -20,7 +20,9 @@ from tests.fakekv import LAYOUT, FakeModel
 NAMES = st.text("abcxyz_", min_size=1, max_size=8)
 ROW_ARRAYS = st.builds(RowArray, NAMES, st.sampled_from(sorted(ITEM_BYTES)), st.integers(1, 64), st.integers(1, 256))
 SETTINGS = st.dictionaries(NAMES, st.integers(-5, 5000), max_size=3).map(lambda s: tuple(sorted(s.items())))
-LAYERS = st.builds(LayerLayout, NAMES, SETTINGS, st.lists(ROW_ARRAYS, min_size=1, max_size=3, unique_by=lambda a: a.role).map(tuple))
+LAYERS = st.builds(
+    LayerLayout, NAMES, SETTINGS, st.lists(ROW_ARRAYS, min_size=1, max_size=3, unique_by=lambda a: a.role).map(tuple)
+)
 LAYOUTS = st.lists(LAYERS, max_size=5).map(lambda layers: CacheLayout(tuple(layers)))
 
 

@@ -76,12 +76,14 @@ def test_files_that_people_and_git_put_into_an_empty_root_do_no_harm(tmp_path: P
     assert (tmp_path / "README.md").read_text() == "kept"
 
 
-@pytest.mark.parametrize("left", ["CACHEDIR.TAG", "CACHEDIR.TAG.0123abcd", "bank.json.0123abcd", "index.sqlite3", "tmp"])
+@pytest.mark.parametrize(
+    "left", ["CACHEDIR.TAG", "CACHEDIR.TAG.0123abcd", "bank.json.0123abcd", "index.sqlite3", "tmp"]
+)
 def test_a_creation_that_was_interrupted_is_finished(tmp_path: Path, left: str) -> None:
     if left == "tmp":
         (tmp_path / left).mkdir()
     else:
-        (tmp_path / left).touch()
+        (tmp_path / left).touch(mode=0o600)
     with PrefixBank.open(tmp_path) as bank:
         assert bank.check().ok
 
@@ -135,7 +137,7 @@ def test_a_bank_file_with_values_that_make_no_sense_is_a_schema_error(root: Path
 
 
 def test_a_root_that_can_not_be_is_an_error_of_ours(tmp_path: Path) -> None:
-    for root in (tmp_path / ("x" * 300), tmp_path / "a\0b"):
+    for root in (tmp_path / ("x" * 300), tmp_path / "a\0b", "~nobody-of-this-name/bank"):
         for how in ({}, {"create": False}, {"read_only": True}):
             with pytest.raises((BankNotFoundError, StorageError, ConfigError)):
                 PrefixBank.open(root, **how)  # type: ignore[arg-type]

@@ -1,0 +1,145 @@
+"""Be processes that are killed in the middle of their work.
+
+`python -m tests.fault.dying` reads lines of JSON, `[root, deed, point, n]`. For each it forks a process that does the
+deed and kills itself, by SIGKILL, when it comes to the point for the n-th time; then it prints the exit code.
+`python -m tests.fault.dying ROOT FIRST` stores prefixes and says so until it is killed from outside.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from prefixbank import session, shards, storing
+from prefixbank.bank import PrefixBank
+from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows
+from prefixbank.shards import ShardStore, ShardWriter
+from tests.fakekv import FakeModel
+
+BASE = list(range(10))
+"""Stored before: two full chunks of 4 and a tail of 2, which is named `base`."""
+LONGER = list(range(22))
+"""What is stored while the process dies: three more full chunks, the first of which covers the tail, and a new tail."""
+OTHER = [7, 7, 7, 7, 7]
+
+POINTS: dict[str, tuple[Any, str, str]] = {
+    "a temporary file is half written": (os, "writev", "within"),
+    "a temporary file is written": (shards, "sync", "before"),
+    "a temporary file is synced": (ShardWriter, "write", "after"),
+    "a shard is renamed": (Path, "rename", "after"),
+    "a folder is synced": (shards, "sync_folder", "after"),
+    "all are published": (ShardWriter, "publish", "after"),
+    "a tick is taken": (chunk_rows, "next_tick", "after"),
+    "a row is added": (chunk_rows, "add", "after"),
+    "a name is moved": (prefix_rows, "move", "after"),
+    "a row is deleted": (chunk_rows, "delete", "after"),
+    "the rows are committed": (ShardWriter, "discard", "before"),
+    "a file is to be deleted": (ShardStore, "unlink", "before"),
+    "a file is deleted": (ShardStore, "unlink", "after"),
+    "a file is to be set aside": (ShardStore, "quarantine", "before"),
+    "a namespace is added": (namespace_rows, "ensure", "after"),
+    "the folders are made": (session, "create_root", "after"),
+    "the index file is made": (Index, "create_file", "after"),
+    "the index is migrated, not committed": (sys.modules["prefixbank.index"], "upgrade", "after"),
+    "the index is migrated": (session, "finish_root", "before"),
+    "bank.json is written": (session, "finish_root", "after"),
+    "bank.json is written, not yet named": (os, "link", "before"),
+    "uses are noted, not committed": (chunk_rows, "touch", "after"),
+}
+"""Where to die: the owner of a function, its name, and on which side of its n-th call."""
+
+
+def die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still alive")
+
+
+def lay_trap(point: str, nth: int) -> None:
+    """Let this process die at the n-th call of what the point names."""
+    owner, name, side = POINTS[point]
+    real = getattr(owner, name)
+    calls = itertools.count(1)
+
+    def trapped(*given: Any, **named: Any) -> Any:
+        number = next(calls)
+        if number != nth:
+            return real(*given, **named)
+        if side == "within":
+            descriptor, views = given
+            os.write(descriptor, b"".join(views)[:-7])
+            die()
+        if side == "before":
+            die()
+        real(*given, **named)
+        die()
+
+    setattr(owner, name, staticmethod(trapped) if name == "create_file" else trapped)
+
+
+def do(deed: str, root: Path, point: str, nth: int) -> None:
+    if deed == "create":
+        lay_trap(point, nth)
+        PrefixBank.open(root, chunk_tokens=4).close()
+        return
+    with PrefixBank.open(root) as bank:
+        model = FakeModel(bank)
+        if deed == "store in groups":
+            storing._GROUP_BYTES = 1
+        if deed == "store and spill":
+            # A cache of one page: dirty pages reach the file inside the transaction, and the journal must undo them.
+            with model.session.index.reading() as tx:
+                tx.exec_driver_sql("PRAGMA cache_size=1")
+                tx.exec_driver_sql("PRAGMA cache_spill=1")
+        lay_trap(point, nth)
+        if deed == "prune":
+            bank.prune(max_bytes=0)
+        elif deed == "read":
+            model.resolve(BASE)
+        elif deed == "use":
+            model.use(BASE)
+        elif deed == "first store of a model":
+            FakeModel(bank, "another").store(BASE)
+        elif deed == "store and spill":
+            model.store(list(range(400)))
+        else:
+            model.store(LONGER)
+
+
+def number_prompt(number: int) -> list[int]:
+    return [*range(8), number, number, number, number, number, number]
+
+
+def acknowledge(root: Path, first: int) -> NoReturn:
+    """Store one prefix after the other and say so each time, until killed."""
+    with PrefixBank.open(root) as bank:
+        model = FakeModel(bank)
+        for number in itertools.count(first):
+            model.store(number_prompt(number))
+            print(number, flush=True)
+    raise AssertionError("numbers ended")
+
+
+def serve() -> None:
+    """Fork a process for each line of stdin: that spares each of them half a second of imports."""
+    for line in sys.stdin:
+        root, deed, point, nth = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                do(deed, Path(root), point, nth)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        acknowledge(Path(sys.argv[1]), int(sys.argv[2]))
+    serve()

@@ -1,0 +1,331 @@
+"""Hold the rows of chunks, prefixes, namespaces and digests to their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from prefixbank.bank import PrefixBank
+from prefixbank.chunking import chunk_key, pack_token_ids
+from prefixbank.errors import StorageError
+from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows, weights_rows
+from prefixbank.values import ChunkKey, ChunkRecord, PrefixRecord, WeightsFile
+from tests.fakekv import FakeModel
+
+Record = Callable[..., ChunkRecord]
+NOW_S = 1_000
+
+
+@pytest.fixture
+def index(model: FakeModel) -> Index:
+    found: Index = model.session.index
+    return found
+
+
+@pytest.fixture
+def record(model: FakeModel) -> Record:
+    """Give a function that makes records of chunks; their files are made up."""
+
+    def make(token_ids: Sequence[int], parent: ChunkRecord | None = None, **changes: Any) -> ChunkRecord:
+        packed = pack_token_ids(token_ids)
+        key = chunk_key(parent.key if parent else model.namespace.root_key, packed)
+        values: dict[str, Any] = {
+            "key": key,
+            "parent_key": parent.key if parent else None,
+            "namespace_id": model.namespace.id,
+            "start": parent.end if parent else 0,
+            "n_tokens": len(token_ids),
+            "token_ids": packed,
+            "file_name": f"{key.hex()}-00000000.safetensors",
+            "data_offset": 8,
+            "n_bytes": 5000,
+            "disk_bytes": 8192,
+            "digest": b"d" * 16,
+        }
+        return ChunkRecord(**{**values, **changes})
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def in_step(model: FakeModel, bank: PrefixBank) -> Any:
+    """Assert after each test that the kept sum of bytes is that of the rows; then drop the rows without files."""
+    yield
+    with model.session.index.writing() as tx:
+        assert chunk_rows.disk_bytes(tx) == chunk_rows.totals(tx).disk_bytes
+        for row in reversed(chunk_rows.list_all(tx)):
+            assert chunk_rows.delete(tx, row)
+        assert chunk_rows.disk_bytes(tx) == 0
+
+
+def add(index: Index, *records: ChunkRecord, tick: int = 1) -> None:
+    with index.writing() as tx:
+        for each in records:
+            assert chunk_rows.add(tx, each, tick, NOW_S)
+
+
+def row_of(index: Index, key: ChunkKey) -> ChunkRecord | None:
+    with index.reading() as tx:
+        return chunk_rows.find(tx, [key]).get(key)
+
+
+def test_a_row_comes_back_as_it_was_added(index: Index, record: Record) -> None:
+    first = record([1, 2, 3, 2**32 - 1])
+    add(index, first, tick=7)
+    assert row_of(index, first.key) == replace(first, last_used=7, last_used_at=NOW_S, hits=0, created_at=NOW_S)
+
+
+def test_a_row_that_has_its_shard_is_not_replaced(index: Index, record: Record) -> None:
+    first = record([1, 2, 3, 4])
+    add(index, first)
+    with index.writing() as tx:
+        assert not chunk_rows.add(tx, replace(first, file_name="other", n_bytes=1, disk_bytes=4096), 2, NOW_S)
+    found = row_of(index, first.key)
+    assert found is not None
+    assert (found.file_name, found.last_used) == (first.file_name, 1)
+
+
+def test_a_chunk_without_its_parent_is_not_added(index: Index, record: Record) -> None:
+    first = record([1, 2, 3, 4])
+    second = record([5], first)
+    with index.writing() as tx:
+        assert not chunk_rows.add(tx, second, 1, NOW_S)
+    assert row_of(index, second.key) is None
+
+
+def test_sqlite_itself_keeps_a_parent_while_a_chunk_stands_on_it(index: Index, record: Record) -> None:
+    first = record([1, 2, 3, 4])
+    add(index, first, record([5], first))
+    with pytest.raises(StorageError, match="FOREIGN KEY"), index.writing() as tx:
+        tx.exec_driver_sql("DELETE FROM chunks WHERE parent_key IS NULL")
+    assert row_of(index, first.key) is not None
+
+
+def test_a_chunk_with_children_is_not_deleted(index: Index, record: Record) -> None:
+    first = record([1, 2, 3, 4])
+    second = record([5], first)
+    add(index, first, second)
+    with index.writing() as tx:
+        assert not chunk_rows.delete(tx, first)
+        assert chunk_rows.delete(tx, second)
+        assert chunk_rows.delete(tx, first)
+        assert not chunk_rows.delete(tx, first)  # gone already; counted once
+
+
+def test_a_chunk_that_was_stored_again_meanwhile_is_neither_deleted_nor_healed(index: Index, record: Record) -> None:
+    stale = record([1, 2, 3, 4])
+    newer = replace(stale, file_name="newer.safetensors")
+    add(index, newer)
+    with index.writing() as tx:
+        assert not chunk_rows.delete(tx, stale)
+        assert not chunk_rows.heal(tx, stale)
+    found = row_of(index, stale.key)
+    assert found is not None
+    assert found.file_name == "newer.safetensors"
+
+
+def test_healing_deletes_a_row_that_nothing_stands_on(index: Index, record: Record) -> None:
+    first = record([1, 2, 3, 4])
+    add(index, first)
+    with index.writing() as tx:
+        assert chunk_rows.heal(tx, first)
+        assert not chunk_rows.heal(tx, first)
+    assert row_of(index, first.key) is None
+
+
+def test_healing_leaves_a_hole_that_is_filled_again(index: Index, record: Record) -> None:
+    first = record([1, 2, 3, 4])
+    second = record([5], first)
+    add(index, first, second)
+    with index.writing() as tx:
+        assert chunk_rows.heal(tx, first)
+        assert not chunk_rows.heal(tx, first)
+        assert chunk_rows.disk_bytes(tx) == second.disk_bytes
+        assert chunk_rows.totals(tx).n_holes == 1
+        assert chunk_rows.children(tx, first.namespace_id, None, 1, 9) == []
+    hole = row_of(index, first.key)
+    assert hole is not None
+    assert (hole.file_name, hole.n_bytes, hole.disk_bytes) == (None, 0, 0)
+    again = replace(first, file_name="again.safetensors", n_bytes=9000, disk_bytes=12288)
+    add(index, again, tick=3)
+    filled = row_of(index, first.key)
+    assert filled is not None
+    assert (filled.file_name, filled.disk_bytes, filled.last_used) == ("again.safetensors", 12288, 3)
+
+
+def test_a_hole_is_not_filled_with_other_token_ids(index: Index, record: Record) -> None:
+    """Keys can collide; a chunk of the same key and other ids must not slip under the children."""
+    first = record([1, 2, 3, 4])
+    add(index, first, record([5], first))
+    with index.writing() as tx:
+        chunk_rows.heal(tx, first)
+        for other in (
+            replace(first, token_ids=pack_token_ids([1, 2, 3, 9])),
+            replace(first, start=4),
+            replace(first, parent_key=first.key),
+        ):
+            assert not chunk_rows.add(tx, other, 2, NOW_S)
+        assert chunk_rows.totals(tx).n_holes == 1
+
+
+def test_children_are_those_of_one_namespace_parent_and_first_token(
+    index: Index, bank: PrefixBank, record: Record
+) -> None:
+    other = FakeModel(bank, "other").namespace
+    first = record([1, 2, 3, 4])
+    tails = [record([5, number], first) for number in range(4)]
+    add(index, first, *tails, record([6], first), record([5, 9]))
+    add(index, record([1, 1], namespace_id=other.id, key=ChunkKey(b"o" * 16)))
+    with index.writing() as tx:
+        for tick, tail in enumerate(tails, 10):
+            chunk_rows.touch(tx, [tail.key], tick, NOW_S)
+        found = chunk_rows.children(tx, first.namespace_id, first.key, 5, 3)
+        assert [child.key for child in found] == [tail.key for tail in reversed(tails[1:])]  # the last used first
+        assert [c.token_ids for c in chunk_rows.children(tx, first.namespace_id, None, 5, 9)] == [
+            pack_token_ids([5, 9])
+        ]
+        assert [c.key for c in chunk_rows.children(tx, other.id, None, 1, 9)] == [b"o" * 16]
+        assert chunk_rows.count_children(tx, first.key) == 5
+
+
+def test_shorter_siblings_are_the_tails_that_a_chunk_begins_with(index: Index, record: Record) -> None:
+    first = record([1, 2, 3, 4])
+    covered = [record([5], first), record([5, 6], first)]
+    add(index, first, *covered, record([5, 7], first), record([6], first), record([5, 6, 7, 8], first), record([5]))
+    with index.reading() as tx:
+        found = chunk_rows.shorter_siblings(tx, record([5, 6, 7], first))
+    assert {tail.key for tail in found} == {tail.key for tail in covered}
+
+
+def test_ticks_never_repeat_and_touching_keeps_parents_as_young_as_children(index: Index, record: Record) -> None:
+    first = record([1, 2, 3, 4])
+    second = record([5], first)
+    add(index, first, second)
+    with index.writing() as tx:
+        ticks = [chunk_rows.next_tick(tx) for _ in range(3)]
+        chunk_rows.touch(tx, [first.key, second.key], ticks[-1], 2000)
+        chunk_rows.touch(tx, [], 99, 3000)
+        rows = chunk_rows.find(tx, [first.key, second.key])
+        order = [row.key for row in chunk_rows.iter_by_use(tx)]
+    assert ticks == sorted(set(ticks))
+    assert {(row.last_used, row.last_used_at, row.hits) for row in rows.values()} == {(ticks[-1], 2000, 1)}
+    assert order == [second.key, first.key]  # the child goes first
+
+
+def test_more_keys_than_sqlite_binds_can_be_asked_for(index: Index, record: Record) -> None:
+    first = record([1, 2, 3, 4])
+    add(index, first)
+    asked = [ChunkKey(number.to_bytes(16, "big")) for number in range(33_000)]
+    with index.reading() as tx:
+        assert list(chunk_rows.find(tx, [*asked, first.key])) == [first.key]
+
+
+def prefix_of(record: ChunkRecord, name: str, *, pinned: bool = False) -> PrefixRecord:
+    return PrefixRecord(name, record.namespace_id, record.key, record.end, pinned, "0" * 64, NOW_S)
+
+
+def test_a_name_moves_and_its_pin_stays(index: Index, record: Record) -> None:
+    first, other = record([1, 2, 3, 4]), record([2])
+    add(index, first, other)
+    with index.writing() as tx:
+        prefix_rows.name(tx, prefix_of(first, "shots", pinned=True))
+        prefix_rows.name(tx, prefix_of(other, "shots"))
+        (found,) = prefix_rows.list_all(tx, "shots")
+        assert found.chunk_key == other.key
+        assert found.pinned
+        assert prefix_rows.set_pinned(tx, "shots", False) == 1
+        assert prefix_rows.set_pinned(tx, "nobody", True) == 0
+        assert not prefix_rows.list_all(tx)[0].pinned
+        prefix_rows.move(tx, other.key, first.key)
+        assert prefix_rows.list_all(tx)[0].chunk_key == first.key
+
+
+def test_a_prefix_whose_last_chunk_goes_keeps_its_name(index: Index, record: Record) -> None:
+    first = record([1, 2, 3, 4])
+    add(index, first)
+    with index.writing() as tx:
+        prefix_rows.name(tx, prefix_of(first, "shots", pinned=True))
+        assert chunk_rows.delete(tx, first)
+        (found,) = prefix_rows.list_all(tx)
+        assert (found.chunk_key, found.n_tokens, found.pinned) == (None, 4, True)
+        assert prefix_rows.pinned_chain_keys(tx) == set()
+        assert prefix_rows.delete(tx, "shots") == 1
+        assert prefix_rows.delete(tx, "shots") == 0
+
+
+def test_healing_a_named_chunk_leaves_a_hole_that_the_name_goes_on_naming(index: Index, record: Record) -> None:
+    first = record([1, 2, 3, 4])
+    add(index, first)
+    with index.writing() as tx:
+        prefix_rows.name(tx, prefix_of(first, "shots", pinned=True))
+        assert chunk_rows.heal(tx, first)
+        assert not chunk_rows.heal(tx, first)
+        (found,) = prefix_rows.list_all(tx)
+        assert found.chunk_key == first.key
+        assert chunk_rows.totals(tx).n_holes == 1
+
+
+def test_a_pin_holds_the_whole_chain(index: Index, record: Record) -> None:
+    first = record([1, 2, 3, 4])
+    second = record([5, 6, 7, 8], first)
+    third = record([9], second)
+    add(index, first, second, third, record([8], second), record([7]))
+    with index.writing() as tx:
+        prefix_rows.name(tx, prefix_of(third, "pinned", pinned=True))
+        prefix_rows.name(tx, prefix_of(first, "loose"))
+        assert prefix_rows.pinned_chain_keys(tx) == {first.key, second.key, third.key}
+        assert prefix_rows.chain_keys(tx, [second.key]) == {first.key, second.key}
+        assert prefix_rows.chain_keys(tx, []) == set()
+
+
+def test_chains_of_more_prefixes_than_sqlite_binds_are_found(
+    index: Index, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_rows, "KEYS_PER_QUERY", 2)
+    first = record([1, 2, 3, 4])
+    tails = [record([5, number], first) for number in range(5)]
+    add(index, first, *tails)
+    with index.reading() as tx:
+        assert prefix_rows.chain_keys(tx, [tail.key for tail in tails]) == {first.key, *(tail.key for tail in tails)}
+
+
+def test_one_name_can_be_given_once_for_each_namespace(index: Index, bank: PrefixBank, record: Record) -> None:
+    other = FakeModel(bank, "other").namespace
+    first = record([1, 2, 3, 4])
+    foreign = record([1], namespace_id=other.id, key=ChunkKey(b"o" * 16))
+    add(index, first, foreign)
+    with index.writing() as tx:
+        for each in (first, foreign, first):
+            prefix_rows.name(tx, prefix_of(each, "shots"))
+        assert [p.namespace_id for p in prefix_rows.list_all(tx, "shots")] == [first.namespace_id, other.id]
+        assert prefix_rows.set_pinned(tx, "shots", True, other.id) == 1
+        assert prefix_rows.pinned_chain_keys(tx) == {foreign.key}
+
+
+def test_namespaces_are_told_apart_by_fingerprint_and_salt(bank: PrefixBank, index: Index, model: FakeModel) -> None:
+    again, salted, other = FakeModel(bank), FakeModel(bank, salt=b"s"), FakeModel(bank, "other")
+    assert again.namespace == model.namespace
+    assert len({m.namespace.id for m in (model, salted, other)}) == 3
+    assert len({m.namespace.root_key for m in (model, salted, other)}) == 3
+    with index.reading() as tx:
+        assert [usage.n_chunks for usage in namespace_rows.list_usage(tx)] == [0, 0, 0]
+        assert namespace_rows.find(tx, "00" * 32, "") is None
+
+
+def test_a_digest_is_recalled_for_exactly_the_state_it_was_made_of(index: Index) -> None:
+    state = WeightsFile("/m/model.safetensors", 1, 2**63 - 1, 100, 5, 6)
+    with index.writing() as tx:
+        weights_rows.remember(tx, {state: "old"})
+        weights_rows.remember(tx, {state: "abc"})
+        assert weights_rows.recall(tx, state) == "abc"
+        for name in ("path", "device", "inode", "n_bytes", "mtime_ns", "ctime_ns"):
+            value = "/other" if name == "path" else 77
+            assert weights_rows.recall(tx, replace(state, **{name: value})) is None
+        newer = replace(state, ctime_ns=7)
+        weights_rows.remember(tx, {newer: "def"})
+        assert weights_rows.recall(tx, state) is None  # one state of a path is kept
+        assert tx.execute(sa.text("SELECT count(*) FROM weights_digests")).scalar_one() == 1

@@ -337,11 +337,17 @@ class PrefixBank:
 
     def _hold_budget(self, max_bytes: int) -> None:
         policy = eviction.PrunePolicy(max_bytes=max_bytes)
-        # Files that no row names, as a lost index leaves them, take room like any other.
-        leftovers = eviction.find_leftovers(self._session.index, self._session.shards, time.time())
         quarantined = tuple(self._session.shards.iter_files("quarantine"))
         with self._session.index.reading() as tx:
-            todo = eviction.plan(tx, policy, quarantined=quarantined, leftovers=leftovers)
+            knows_nothing = chunk_rows.disk_bytes(tx) == 0
+        # The files that a lost index leaves take room like any other; looking for them reads every folder, so that is
+        # done only where the index is as new. They go only if they must: an index can be rebuilt from them.
+        leftovers = (
+            eviction.find_leftovers(self._session.index, self._session.shards, time.time()) if knows_nothing else ()
+        )
+        fits = sum(disk_bytes(file.n_bytes) for file in (*leftovers, *quarantined)) <= max_bytes
+        with self._session.index.reading() as tx:
+            todo = eviction.plan(tx, policy, quarantined=quarantined, leftovers=() if fits else leftovers)
         if todo.chunks or todo.files:
             eviction.execute(self._session.index, self._session.shards, todo)
         if todo.kept_bytes > max_bytes:

@@ -61,9 +61,15 @@ def explain(
         reason = "all but the last one, which is always computed" if at == n_prompt - 1 else "all that may be taken"
         return Explanation(n_prompt, at, None, None, None, None, None, names, reason)
     here = unpack_token_ids(token_ids[at * TOKEN_BYTES :][: _SHOWN_TOKENS * TOKEN_BYTES])
-    stored = _stored_behind(session, namespace, found, token_ids)
+    no_state = found.reason == resolver.REASON_NO_STATE
+    stored = [] if no_state else _stored_behind(session, namespace, found, token_ids)
     if stored:
         reason = f"token {at} differs from what is stored there"
+    elif found.reason == resolver.REASON_NO_STATE:
+        reason = (
+            f"{found.n_known_tokens} tokens are stored, but this model's recurrent layers can go on only where their "
+            "state was kept; prompts that part here make it be kept"
+        )
     elif found.reason == resolver.REASON_LOST:
         reason = f"the shard that holds token {at} was lost; it is computed and stored again"
     elif at:

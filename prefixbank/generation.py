@@ -82,15 +82,15 @@ def stream(
     outcome: list[Resolved],
 ) -> Iterator[BankedResponse]:
     """Yield the answer piece by piece; appends what the bank gave to `outcome` first."""
-    resolved = caches.resolve(
-        prompt,
-        reserve=options.reserve if options.reserve is not None else min(options.max_tokens, MAX_RESERVE),
-        hold_back=options.hold_back,
-    )
-    token_ids = unpack_token_ids(prompt.token_ids)
+    reserve = options.reserve if options.reserve is not None else min(options.max_tokens, MAX_RESERVE)
+    resolved = caches.resolve(prompt, reserve=reserve, hold_back=options.hold_back)
     n_cached = resolved.match.n_tokens
+    n_computed = len(resolved.rest)
     outcome.append(resolved)
-    caches.session.count(cached_tokens=n_cached, computed_tokens=len(resolved.rest))
+    caches.session.count(cached_tokens=n_cached, computed_tokens=n_computed)
+    resolved, recorder = caches.follow(prompt, resolved, options.hold_back, options.prefill_step_size, options.progress)
+    token_ids = unpack_token_ids(prompt.token_ids)
+    n_done = len(token_ids) - len(resolved.rest)
     answer: list[int] = []
     ttft_s = 0.0
     done = False
@@ -102,9 +102,9 @@ def stream(
         sampler=options.sampler,
         prompt_cache=resolved.prompt_cache,
         prefill_step_size=options.prefill_step_size or caches.prefill_step_size,
-        prompt_progress_callback=_shifted(options.progress, n_cached),
-        logits_processors=_seeing_all(options.logits_processors, token_ids[:n_cached]),
-        **caches.quantization.generate_options(),
+        prompt_progress_callback=_shifted(options.progress, n_done),
+        logits_processors=_seeing_all(options.logits_processors, token_ids[:n_done]),
+        **caches.options.generate_options(),
     )
     try:
         with closing(responses):
@@ -116,7 +116,7 @@ def stream(
                 yield BankedResponse(
                     **{**values, "prompt_tokens": len(token_ids)},
                     cached_tokens=n_cached,
-                    computed_tokens=len(resolved.rest),
+                    computed_tokens=n_computed,
                     ttft_s=ttft_s,
                 )
         done = True
@@ -125,7 +125,9 @@ def stream(
         raise
     finally:
         if done:
-            caches.store_after_generation(prompt, resolved, answer, keep=options.keep, hold_back=options.hold_back)
+            caches.store_after_generation(
+                prompt, resolved, recorder, answer, keep=options.keep, hold_back=options.hold_back
+            )
 
 
 def collect(

@@ -13,7 +13,7 @@ from prefixbank import fingerprint as fingerprints
 from prefixbank.chunking import root_key
 from prefixbank.errors import UnsupportedCacheError
 from prefixbank.kvcache.parameters import digest_parameters, live_arrays
-from prefixbank.kvcache.probe import KVQuantization, probe_layout
+from prefixbank.kvcache.probe import CacheOptions, probe_layout
 from prefixbank.layout import CacheLayout
 from prefixbank.values import Namespace
 
@@ -31,14 +31,14 @@ class ModelIdentity:
         model: nn.Module,
         *,
         label: str,
-        quantization: KVQuantization,
+        options: CacheOptions,
         salt: str | bytes,
         file_parts: Mapping[str, object] | None,
     ) -> None:
         """Take what the model's files say of it; None where it has none, then its parameters are digested."""
         self._model = model
         self._label = label
-        self._quantization = quantization
+        self._options = options
         self._salt = salt.encode() if isinstance(salt, str) else bytes(salt)
         self._parts = file_parts
         self._arrays = live_arrays(model)
@@ -70,15 +70,13 @@ class ModelIdentity:
         if self._known is not None:
             return self._known
         try:
-            self._layout = layout = probe_layout(self._model, self._quantization)
+            self._layout = layout = probe_layout(self._model, self._options)
         except UnsupportedCacheError as exc:
             self._refused = exc
             raise
         if self._parts is None:
             self._parts = {"parameters": digest_parameters(self._model)}
-        fingerprint = fingerprints.fingerprint(
-            {**self._parts, "kv": asdict(self._quantization), "layout": layout.to_json()}
-        )
+        fingerprint = fingerprints.fingerprint({**self._parts, "kv": asdict(self._options), "layout": layout.to_json()})
         namespace = session.namespace(
             Namespace(
                 id=0,

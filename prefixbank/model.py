@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -24,7 +24,7 @@ from prefixbank.errors import BankReadOnlyError, ConfigError, PromptError
 from prefixbank.fewshot import FewShotPrompt
 from prefixbank.identity import ModelIdentity
 from prefixbank.kvcache import loading
-from prefixbank.kvcache.probe import KVQuantization
+from prefixbank.kvcache.probe import CacheOptions
 from prefixbank.layout import CacheLayout
 from prefixbank.promptcaches import Lease, Progress, PromptCaches, Resolved
 from prefixbank.prompts import Prompt, PromptEncoder
@@ -68,7 +68,7 @@ class BankedModel:
         *,
         label: str,
         salt: str | bytes,
-        quantization: KVQuantization,
+        options: CacheOptions,
         prefill_step_size: int,
         file_parts: Mapping[str, object] | None,
     ) -> None:
@@ -76,8 +76,8 @@ class BankedModel:
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self.label = label
         self._encoder = PromptEncoder(self.tokenizer)
-        identity = ModelIdentity(model, label=label, quantization=quantization, salt=salt, file_parts=file_parts)
-        self._caches = PromptCaches(session, model, identity, quantization, prefill_step_size)
+        identity = ModelIdentity(model, label=label, options=options, salt=salt, file_parts=file_parts)
+        self._caches = PromptCaches(session, model, identity, options, prefill_step_size)
         self._session = session
         self._caches.introduce()
         if loading.computes_without_blas():
@@ -100,7 +100,7 @@ class BankedModel:
         """Load a model; see `PrefixBank.load_model`."""
         if precision not in ("auto", "model", "float32"):
             raise ConfigError(f"precision={precision!r} is unknown: use auto, model or float32")
-        quantization = _quantization(kv_options)
+        options = _cache_options(kv_options)
         folder = loading.local_folder(str(path_or_hub_id))
         adapter_folder = None if adapter_path is None else Path(adapter_path)
         files = fingerprints.list_model_files(folder)
@@ -122,7 +122,7 @@ class BankedModel:
             tokenizer,
             label=str(path_or_hub_id) + (f" + {adapter_path}" if adapter_path else ""),
             salt=salt,
-            quantization=quantization,
+            options=options,
             prefill_step_size=prefill_step_size,
             file_parts={**parts, "loaded_as": loaded_as},
         )
@@ -145,7 +145,7 @@ class BankedModel:
             tokenizer,
             label=f"{getattr(model, 'model_type', type(model).__name__)} (attached)",
             salt=salt,
-            quantization=_quantization(kv_options),
+            options=_cache_options(kv_options),
             prefill_step_size=prefill_step_size,
             file_parts=None,
         )
@@ -224,10 +224,14 @@ class BankedModel:
         end = max(len(encoded.token_ids) // TOKEN_BYTES - max(hold_back, 1), 0)
         token_ids = unpack_token_ids(encoded.token_ids)
         start = resolved.match.n_tokens
-        self._caches.compute(resolved.prompt_cache, token_ids, start, end, prefill_step_size, progress)
+        recorder = self._caches.recorder(resolved)
+        boundaries = {end} | self._caches.parting(resolved.match)
+        self._caches.compute(
+            resolved.prompt_cache, token_ids, start, end, prefill_step_size, progress, recorder, boundaries
+        )
         self._session.count(cached_tokens=start, computed_tokens=end - start)
         if start < end:
-            self._caches.try_store(encoded.token_ids[: end * TOKEN_BYTES], resolved.prompt_cache)
+            self._caches.try_store(encoded.token_ids[: end * TOKEN_BYTES], resolved.prompt_cache, end, recorder)
         return Resolved(resolved.prompt_cache, token_ids[end:], resolved.match, end - start)
 
     # --- storing
@@ -250,6 +254,7 @@ class BankedModel:
         prefill_step_size: int | None = None,
         reserve: int = 0,
         hold_back: int = 0,
+        boundaries: Literal["end", "examples"] = "end",
     ) -> Warmed:
         """Store a prefix ahead of its use: the part that all queries of a `FewShotPrompt` share, or a whole prompt.
 
@@ -261,6 +266,9 @@ class BankedModel:
             prefill_step_size: how many tokens a step computes.
             reserve: how many tokens the working cache has room for behind the prefix; what is stored is the same.
             hold_back: leave the last n tokens out of the prefix.
+            boundaries: where models with recurrent layers can go on from: at the end, or also behind the instructions
+            and
+                each example of a `FewShotPrompt`. Other models can anywhere.
 
         Raises `PromptError`, `UnsupportedCacheError` and the bank's errors.
         """
@@ -284,11 +292,18 @@ class BankedModel:
         if self._session.read_only and (n_cached < n_tokens or name is not None):
             raise BankReadOnlyError(f"{self._session.root} is opened read-only: nothing can be warmed")
         if found.n_tokens < n_tokens:
-            found, prompt_cache = self._caches.load(found, max(reserve, 0))
+            resolved = self._caches.load(packed, found, max(reserve, 0))
+            found = resolved.match
             n_cached = found.n_tokens
             token_ids = unpack_token_ids(packed)
-            self._caches.compute(prompt_cache, token_ids, n_cached, n_tokens, prefill_step_size, progress)
-            stored = self._caches.store(packed, prompt_cache)
+            recorder = self._caches.recorder(resolved)
+            where = {n_tokens} | self._caches.parting(found)
+            if isinstance(prompt, FewShotPrompt) and boundaries == "examples":
+                where |= {end for end in self._encoder.example_ends(prompt) if end < n_tokens}
+            self._caches.compute(
+                resolved.prompt_cache, token_ids, n_cached, n_tokens, prefill_step_size, progress, recorder, where
+            )
+            stored = self._caches.store(packed, resolved.prompt_cache, n_tokens, recorder)
         elif progress is not None:
             progress(n_tokens, n_tokens)
         self._session.count(cached_tokens=n_cached, computed_tokens=n_tokens - n_cached)
@@ -319,21 +334,19 @@ class BankedModel:
         encoded = self._encoder.encode(prompt)
         found = self._caches.match(encoded, hold_back)
         what = self._caches.what(encoded, found)
-        prompt_cache = self._session.memory.take(what) if what is not None else None
-        if prompt_cache is None:
-            wanted = found.n_tokens
-            found, prompt_cache = self._caches.load(found, reserve)
-            if found.n_tokens != wanted:
+        kept = self._session.memory.take(what) if what is not None else None
+        if kept is None:
+            lease = self._caches.load(encoded.token_ids, found, reserve)
+            if lease.match.n_tokens != found.n_tokens:
                 what = None
         else:
             self._caches.note_use(found)
-        rest = unpack_token_ids(encoded.token_ids[found.n_tokens * TOKEN_BYTES :])
-        lease = Lease(prompt_cache, rest, found)
+            lease = Lease(kept, unpack_token_ids(encoded.token_ids[found.n_tokens * TOKEN_BYTES :]), found)
         try:
             yield lease
         finally:
             if what is not None:
-                self._caches.take_back(what, prompt_cache, found.n_tokens)
+                self._caches.take_back(what, lease.prompt_cache, lease.match.n_tokens)
 
     # --- generating
 
@@ -410,9 +423,9 @@ class BankedModel:
         return generation.stream(self._caches, self.tokenizer, encoded, options, started_at, outcome)
 
 
-def _quantization(kv_options: Mapping[str, Any]) -> KVQuantization:
+def _cache_options(kv_options: Mapping[str, Any]) -> CacheOptions:
     try:
-        return KVQuantization(**kv_options)
+        return CacheOptions(**kv_options)
     except TypeError as exc:
-        known = "kv_bits, kv_group_size, quantized_kv_start"
+        known = "kv_bits, kv_group_size, quantized_kv_start, max_kv_size"
         raise ConfigError(f"unknown option ({str(exc).split('()')[-1].strip()}); of the cache: {known}") from exc

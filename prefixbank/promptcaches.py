@@ -5,8 +5,8 @@ On the way to a generation nothing that is wrong with the bank raises: it become
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -16,9 +16,9 @@ from mlx_lm.generate import generation_stream, wired_limit
 from prefixbank.chunking import TOKEN_BYTES, pack_token_ids, unpack_token_ids
 from prefixbank.errors import ConfigError, PrefixBankError, UnsupportedCacheError
 from prefixbank.identity import ModelIdentity
-from prefixbank.kvcache.assemble import cut_to
-from prefixbank.kvcache.capture import CapturedCache, n_cached_tokens
-from prefixbank.kvcache.probe import KVQuantization, new_prompt_cache, quantize
+from prefixbank.kvcache.assemble import can_be_cut, cut_to
+from prefixbank.kvcache.capture import CacheRecorder, n_cached_tokens
+from prefixbank.kvcache.probe import CacheOptions, new_prompt_cache, quantize
 from prefixbank.layout import CacheLayout
 from prefixbank.prompts import EncodedPrompt
 from prefixbank.session import BankSession
@@ -38,13 +38,15 @@ class Resolved:
     """Hold a prompt cache with the token ids that it lacks.
 
     Pass `rest` (never empty) as the prompt and `prompt_cache` to `mlx_lm.generate`, `stream_generate` or
-    `batch_generate`; the cache is changed by that. `computed_tokens` were computed on the way here.
+    `batch_generate`; the cache is changed by that. `computed_tokens` were computed on the way here. (`seed` is the
+    bank's own: what a recorder must know of the cache.)
     """
 
     prompt_cache: list[Any]
     rest: list[int]
     match: Match
     computed_tokens: int = 0
+    seed: Sequence[Any] = field(default=(), repr=False)
 
     @property
     def cached_tokens(self) -> int:
@@ -64,7 +66,7 @@ class PromptCaches:
         session: BankSession,
         model: nn.Module,
         identity: ModelIdentity,
-        quantization: KVQuantization,
+        options: CacheOptions,
         prefill_step_size: int,
     ) -> None:
         if prefill_step_size < 1:
@@ -72,7 +74,7 @@ class PromptCaches:
         self.session = session
         self.model = model
         self.identity = identity
-        self.quantization = quantization
+        self.options = options
         self.prefill_step_size = prefill_step_size
 
     def introduce(self) -> None:
@@ -108,12 +110,12 @@ class PromptCaches:
     def resolve(self, encoded: EncodedPrompt, *, reserve: int, hold_back: int = 0) -> Resolved:
         """Return the longest stored prefix of a prompt as a prompt cache, and the rest; see `BankedModel.resolve`."""
         found = self.match(encoded, hold_back)
-        found, prompt_cache = self.load(found, max(reserve, 0))
-        rest = unpack_token_ids(encoded.token_ids[found.n_tokens * TOKEN_BYTES :])
-        return Resolved(prompt_cache, rest, found)
+        return self.load(encoded.token_ids, found, max(reserve, 0))
 
-    def load(self, found: Match, reserve: int) -> tuple[Match, list[Any]]:
-        """Return the prompt cache of a match, and the match as far as its shards were whole."""
+    def load(self, token_ids: bytes, found: Match, reserve: int) -> Resolved:
+        """Return the prompt cache of a match of packed token ids, as far as its shards are whole."""
+        prompt_cache: list[Any] = []
+        seed: Sequence[Any] = ()
         if found.n_tokens:
             try:
                 loaded = self.session.load(found, self.identity.layout, reserve)
@@ -121,11 +123,20 @@ class PromptCaches:
                 self.warn_of(exc, "load")
                 found = replace(found, n_tokens=0, n_bytes=0, reason=REASON_UNAVAILABLE, chunks=())
             else:
-                found = loaded.match
-                if found.n_tokens:
-                    self.note_use(found)
-                    return found, loaded.prompt_cache
-        return found, new_prompt_cache(self.model)
+                found, prompt_cache, seed = loaded.match, loaded.prompt_cache, loaded.seed
+        if found.n_tokens:
+            self.note_use(found)
+        else:
+            prompt_cache = new_prompt_cache(self.model, self.options)
+        return Resolved(prompt_cache, unpack_token_ids(token_ids[found.n_tokens * TOKEN_BYTES :]), found, seed=seed)
+
+    def recorder(self, resolved: Resolved) -> CacheRecorder | None:
+        """Return a recorder of what will be computed behind a resolved prefix; None where nothing can be stored."""
+        try:
+            _, layout = self.identify()
+        except PrefixBankError:  # said when the prompt was matched
+            return None
+        return None if self.session.read_only else CacheRecorder(layout, resolved.seed or None)
 
     def compute(
         self,
@@ -135,8 +146,13 @@ class PromptCaches:
         end: int,
         prefill_step_size: int | None,
         progress: Progress | None,
+        recorder: CacheRecorder | None = None,
+        boundaries: Collection[int] = (),
     ) -> None:
-        """Run the tokens `[start, end)` through the model in steps that end at chunk boundaries."""
+        """Run the tokens `[start, end)` through the model in steps that end at chunk boundaries.
+
+        Steps also end at the given boundaries, and there the recorder takes the states of recurrent layers.
+        """
         step = prefill_step_size or self.prefill_step_size
         if step < 1:
             raise ConfigError(f"prefill_step_size={step} must be at least 1")
@@ -144,40 +160,102 @@ class PromptCaches:
             progress(start, end)
         with wired_limit(self.model, [generation_stream]), mx.stream(generation_stream):
             while start < end:
-                stop = min(start + step, end)
+                stop = min(start + step, end, *(boundary for boundary in boundaries if boundary > start))
                 aligned = stop - stop % self.session.chunk_tokens
-                if stop < end and aligned > start:
+                if stop < end and stop not in boundaries and aligned > start:
                     stop = aligned
                 self.model(mx.array(token_ids[start:stop])[None], cache=prompt_cache)
-                quantize(prompt_cache, self.quantization)
-                mx.eval([layer_cache.state for layer_cache in prompt_cache])
+                quantize(prompt_cache, self.options)
+                mx.eval([layer_cache.state for layer_cache in prompt_cache if layer_cache is not None])
+                if recorder is not None and recorder.must_follow:
+                    recorder.record(start, stop, prompt_cache, with_state=stop in boundaries)
                 mx.clear_cache()
                 start = stop
                 if progress is not None:
                     progress(start, end)
 
-    def store(self, token_ids: bytes, prompt_cache: Sequence[Any]) -> Stored:
-        """Store the KV of packed token ids from a live cache, of as many as it holds. Raises the bank's errors."""
+    def store(
+        self,
+        token_ids: bytes,
+        prompt_cache: Sequence[Any],
+        n_held: int | None = None,
+        recorder: CacheRecorder | None = None,
+    ) -> Stored:
+        """Store the KV of packed token ids from a live cache, of as many as are known. Raises the bank's errors.
+
+        The cache holds `n_held` tokens; None asks the cache, or where that does not know takes all token ids.
+        `recorder` has followed its making.
+        """
         namespace, layout = self.identify()
-        n_held = n_cached_tokens(prompt_cache)
+        n_counted = n_cached_tokens(prompt_cache)
+        if n_held is None:
+            n_held = len(token_ids) // TOKEN_BYTES if n_counted is None else n_counted
         if n_held == 0:
             return Stored(0, None)
-        token_ids = token_ids[: n_held * TOKEN_BYTES]
-        return self.session.store(namespace, token_ids, CapturedCache(prompt_cache, layout))
+        recorder = recorder or CacheRecorder(layout)
+        recorder.finish(prompt_cache, n_held)
+        return self.session.store(namespace, token_ids[: n_held * TOKEN_BYTES], recorder)
 
-    def try_store(self, token_ids: bytes, prompt_cache: Sequence[Any]) -> None:
+    def try_store(
+        self,
+        token_ids: bytes,
+        prompt_cache: Sequence[Any],
+        n_held: int | None = None,
+        recorder: CacheRecorder | None = None,
+    ) -> None:
         """Store on the way to a generation, where it is merely a pity if that fails."""
         if self.session.read_only or not token_ids:
             return
         try:
-            self.store(token_ids, prompt_cache)
+            self.store(token_ids, prompt_cache, n_held, recorder)
         except (PrefixBankError, RuntimeError) as exc:
             self.warn_of(exc, "store")
+
+    def parting(self, found: Match) -> set[int]:
+        """Return where the prompt parts from what is known, if states taken there would save later prompts enough."""
+        worth_it = max(self.session.chunk_tokens // 4, 1)
+        return {found.n_known_tokens} if found.n_known_tokens - found.n_tokens >= worth_it else set()
+
+    def n_to_store(self, encoded: EncodedPrompt, hold_back: int) -> int:
+        """Return how many tokens of its prompt a generation should leave in the bank: the shots, else full chunks."""
+        n_tokens = max(len(encoded.token_ids) // TOKEN_BYTES - hold_back, 0)
+        if encoded.n_shared_tokens is not None:
+            return min(encoded.n_shared_tokens, n_tokens)
+        return n_tokens - n_tokens % self.session.chunk_tokens
+
+    def follow(
+        self,
+        encoded: EncodedPrompt,
+        resolved: Resolved,
+        hold_back: int,
+        prefill_step_size: int | None,
+        progress: Progress | None,
+    ) -> tuple[Resolved, CacheRecorder | None]:
+        """Compute what is to be stored and must be recorded step by step; all but the last token at most.
+
+        Returns the rest still to compute and the recorder; None where the finished cache will hold everything itself.
+        """
+        recorder = self.recorder(resolved)
+        if recorder is None or not recorder.must_follow:
+            return resolved, None
+        n_prompt = len(encoded.token_ids) // TOKEN_BYTES
+        boundaries = self.parting(resolved.match)
+        if encoded.n_shared_tokens is not None:
+            boundaries.add(encoded.n_shared_tokens)
+        n_last = min(n_prompt - max(hold_back, 1), max(self.n_to_store(encoded, hold_back), *boundaries, 0))
+        start = resolved.match.n_tokens
+        if n_last <= start:
+            return resolved, recorder
+        token_ids = unpack_token_ids(encoded.token_ids)
+        whole = None if progress is None else lambda done, _: progress(done, n_prompt)
+        self.compute(resolved.prompt_cache, token_ids, start, n_last, prefill_step_size, whole, recorder, boundaries)
+        return replace(resolved, rest=token_ids[n_last:], computed_tokens=n_last - start), recorder
 
     def store_after_generation(
         self,
         encoded: EncodedPrompt,
         resolved: Resolved,
+        recorder: CacheRecorder | None,
         answer: Sequence[int],
         *,
         keep: bool,
@@ -185,24 +263,25 @@ class PromptCaches:
     ) -> None:
         """Store what a generation should leave: the declared shots, else full chunks; with `keep`, everything."""
         n_prompt = len(encoded.token_ids) // TOKEN_BYTES
-        token_ids = encoded.token_ids
-        if keep:
-            token_ids += pack_token_ids(answer)
-        elif encoded.n_shared_tokens is not None:
-            n_tokens = min(encoded.n_shared_tokens, n_prompt - hold_back)
-            token_ids = token_ids[: max(n_tokens, 0) * TOKEN_BYTES]
-        else:
-            n_tokens = max(n_prompt - hold_back, 0)
-            n_tokens -= n_tokens % self.session.chunk_tokens
-            token_ids = token_ids[: n_tokens * TOKEN_BYTES]
+        n_tokens = self.n_to_store(encoded, hold_back)
+        if recorder is not None:
+            n_tokens = max(n_tokens, *(end for end in recorder.state_ends()), 0)
+        whole = encoded.token_ids + pack_token_ids(answer)
+        token_ids = whole if keep else whole[: n_tokens * TOKEN_BYTES]
+        # mlx-lm has run every token that it gave out through the model, the last one included.
         if len(token_ids) // TOKEN_BYTES > resolved.match.n_tokens:
-            self.try_store(token_ids, resolved.prompt_cache)
+            self.try_store(token_ids, resolved.prompt_cache, n_prompt + len(answer), recorder)
 
     def what(self, encoded: EncodedPrompt, found: Match) -> tuple[str, str, bytes] | None:
-        """Return what a prompt cache of the match is kept in memory under: whose it is, and its very token ids."""
+        """Return what a prompt cache of the match is kept in memory under: whose it is, and its very token ids.
+
+        None where it can't be kept: nothing matches, or a used cache can't be cut back to the match.
+        """
         if not found.n_tokens:
             return None
-        namespace, _ = self.identify()
+        namespace, layout = self.identify()
+        if not can_be_cut(layout):
+            return None
         token_ids = encoded.token_ids[: found.n_tokens * TOKEN_BYTES]
         return namespace.fingerprint, namespace.salt_digest, token_ids
 

@@ -8,7 +8,7 @@ prompts with quite different queries have in common.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prefixbank.chunking import common_run, pack_token_ids, unpack_token_ids
@@ -20,7 +20,7 @@ __all__ = ["EncodedPrompt", "Prompt", "PromptEncoder"]
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | RenderedPrompt
 """A text, token ids (a list, or an array with `tolist`), chat messages, or what `FewShotPrompt.render` returns."""
 
-_PROBES = ("a", "The", "7", "(")
+_PROBES = ("a", "the", "The", "I", "7", "(", "é")
 _SHARED_KEPT = 64
 
 
@@ -70,6 +70,16 @@ class PromptEncoder:
                 self._shared.pop(next(iter(self._shared)))
             self._shared[shots] = known
         return known
+
+    def example_ends(self, shots: FewShotPrompt) -> list[int]:
+        """Return the token offsets behind the instructions and behind each example, as far as they are shared."""
+        whole = self.shared_token_ids(shots)
+        ends = set()
+        for n_examples in range(len(shots.examples)):
+            if n_examples or shots.instructions.strip():
+                part = self.shared_token_ids(replace(shots, examples=shots.examples[:n_examples]))
+                ends.add(common_run(part, whole))
+        return sorted(ends - {0})
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens shown."""

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from prefixbank.chunking import TOKEN_BYTES, common_run, full_chunks, unpack_token_ids
 from prefixbank.errors import PrefixBankError, ShardCorruptError, ShardError, StorageError
 from prefixbank.index import Index, chunk_rows
+from prefixbank.layout import CacheLayout
 from prefixbank.shards import ShardStore
 from prefixbank.values import ChunkKey, ChunkRecord, Match, Namespace
 
 if TYPE_CHECKING:
-    from prefixbank.layout import CacheLayout
+    import sqlalchemy as sa
 
 __all__ = ["Loaded", "heal", "load", "match", "walk"]
 
@@ -29,15 +31,20 @@ REASON_ALL = "all"
 REASON_PARTIAL = "partial"
 REASON_NONE = "none"
 REASON_LOST = "lost"
+REASON_NO_STATE = "no-state"
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Hold a prompt cache with its match, which is shorter than asked for where a shard failed."""
+    """Hold a prompt cache with its match, which is shorter than asked for where a shard failed.
+
+    `seed` is what a `CacheRecorder` needs to know of the cache to go on from it.
+    """
 
     prompt_cache: list[Any]
     match: Match
     failures: tuple[tuple[ChunkRecord, PrefixBankError], ...]
+    seed: Sequence[Sequence[Any]] = ()
 
 
 def walk(
@@ -97,8 +104,14 @@ def match(index: Index, namespace: Namespace, token_ids: bytes, chunk_tokens: in
             if longest is not None and longest[0]:
                 chain.append(longest[1])
                 n_tokens += longest[0]
+        n_known_tokens = n_tokens
+        if rest_on_states(namespace.layout):
+            chain = _to_last_state(tx, namespace, chain, usable)
+            n_tokens = chain[-1].end if chain else 0
     if n_tokens == limit and n_tokens:
         reason = REASON_ALL
+    elif n_known_tokens > n_tokens:
+        reason = REASON_NO_STATE
     elif lost:
         reason = REASON_LOST
     else:
@@ -109,7 +122,36 @@ def match(index: Index, namespace: Namespace, token_ids: bytes, chunk_tokens: in
         n_bytes=sum(c.n_bytes for c in chain),
         reason=reason,
         chunks=tuple(chain),
+        n_known_tokens=n_known_tokens,
     )
+
+
+@lru_cache(maxsize=64)
+def rest_on_states(layout: str) -> bool:
+    """Tell whether caches of a layout (as JSON) can be resumed only where states were stored."""
+    return CacheLayout.from_json(layout).has_state
+
+
+def _to_last_state(
+    tx: sa.Connection, namespace: Namespace, chain: list[ChunkRecord], usable: bytes
+) -> list[ChunkRecord]:
+    """Return the chunks up to the last place at which states were stored, the one with the states last."""
+    if not usable:
+        return []
+    ends: dict[ChunkKey | None, int] = {record.key: record.end for record in chain}
+    ends[None] = 0
+    first_token = unpack_token_ids(usable[:TOKEN_BYTES])[0]
+    found = chunk_rows.with_state(tx, namespace.id, [record.key for record in chain], first_token)
+    proven = [
+        record
+        for record in found
+        if ends.get(record.parent_key) == record.start
+        and record.token_ids == usable[record.start * TOKEN_BYTES : record.end * TOKEN_BYTES]
+    ]
+    if not proven:
+        return []
+    last = max(proven, key=lambda record: record.end)
+    return [*(record for record in chain if record.end <= last.start), last]
 
 
 def load(
@@ -124,38 +166,54 @@ def load(
     The buffers have room for the whole prompt and `reserve` tokens. Where a shard fails, the cache ends before it: what
     was read in front of it is right. A match of no tokens gives an empty list, as does a failure of the first shard.
     """
-    from prefixbank.kvcache.assemble import PromptCacheBuffers  # late: imports MLX
+    from prefixbank.kvcache.assemble import PromptCacheBuffers, can_be_cut  # late: imports MLX
 
     if not found.chunks:
         return Loaded([], found, ())
-    capacity = max(found.n_prompt_tokens + reserve, found.chunks[-1].end)
-    buffers = PromptCacheBuffers(layout, capacity)
+    last = found.chunks[-1]
+    capacity = max(found.n_prompt_tokens + reserve, last.end)
+    buffers = PromptCacheBuffers(layout, found.n_tokens, last.start, last.end, capacity)
 
     def read(record: ChunkRecord) -> None:
-        if layout.data_bytes(record.n_tokens) + record.data_offset != record.n_bytes:
+        n_bytes = layout.data_bytes(record.n_tokens, with_state=record.has_state)
+        if n_bytes + record.data_offset != record.n_bytes:
             raise ShardCorruptError(f"shard {record.file_name} is not of this model's cache layout")
         # A chunk that is used in part is read whole, so that its digest proves it; the rows behind
         # the match lie beyond the cache's offset, where the next tokens overwrite them.
-        shards.read_into(record, buffers.runs(record.start, record.n_tokens))
+        runs = buffers.runs(record.start, record.n_tokens)
+        if record.has_state:
+            runs += buffers.state_runs(wanted=record is last)
+        shards.read_into(record, runs)
 
-    futures = [executor.submit(read, record) for record in found.chunks]
+    needed = [r for r in found.chunks if r is last or buffers.need(r.start, r.end)]
+    futures = [executor.submit(read, record) for record in needed]
     failures: list[tuple[ChunkRecord, PrefixBankError]] = []
-    for record, future in zip(found.chunks, futures, strict=True):
+    for record, future in zip(needed, futures, strict=True):
         try:
             future.result()
         except (ShardError, StorageError) as exc:
             failures.append((record, exc))
     if failures:
-        kept = found.chunks[: found.chunks.index(failures[0][0])]
-        found = replace(
-            found,
-            n_tokens=kept[-1].end if kept else 0,
-            n_bytes=sum(c.n_bytes for c in kept),
-            reason=REASON_LOST,
-            chunks=kept,
-        )
-    prompt_cache = buffers.build(found.n_tokens) if found.chunks else []
-    return Loaded(prompt_cache, found, tuple(failures))
+        found = _cut_before(found, failures[0][0], layout)
+        if found.chunks and not can_be_cut(layout):  # what a shorter cache needs was not read
+            again = load(found, layout, shards, executor, reserve)
+            return replace(again, failures=(*failures, *again.failures))
+    prompt_cache, seed = buffers.build(found.n_tokens) if found.chunks else ([], [])
+    return Loaded(prompt_cache, found, tuple(failures), seed)
+
+
+def _cut_before(found: Match, failed: ChunkRecord, layout: CacheLayout) -> Match:
+    """Return the match as far as it can be resumed in front of a chunk whose shard failed."""
+    kept = list(found.chunks[: found.chunks.index(failed)])
+    while layout.has_state and kept and not kept[-1].has_state:
+        kept.pop()
+    return replace(
+        found,
+        n_tokens=kept[-1].end if kept else 0,
+        n_bytes=sum(c.n_bytes for c in kept),
+        reason=REASON_LOST,
+        chunks=tuple(kept),
+    )
 
 
 def heal(index: Index, shards: ShardStore, record: ChunkRecord, error: PrefixBankError) -> bool:

@@ -45,8 +45,8 @@ __all__ = [
 ]
 
 APPLICATION_ID = 0x70666278  # "pfbx"
-HEAD_REVISION = "0001"
-KNOWN_REVISIONS = ("0001",)
+HEAD_REVISION = "0002"
+KNOWN_REVISIONS = ("0001", "0002")
 
 FIRST_SAFE_WAL = (3, 51, 3)
 """SQLite before this may corrupt an index in WAL mode when a reset meets a writer: use the DELETE journal there."""
@@ -104,6 +104,7 @@ chunks = sa.Table(
     sa.Column("n_bytes", sa.BigInteger, nullable=False),
     sa.Column("disk_bytes", sa.BigInteger, nullable=False),
     sa.Column("digest", sa.LargeBinary(16), nullable=False),
+    sa.Column("has_state", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.Column("last_used", sa.BigInteger, nullable=False),
     sa.Column("last_used_at", sa.BigInteger, nullable=False),
     sa.Column("hits", sa.BigInteger, nullable=False),

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 from prefixbank import eviction
@@ -22,7 +23,7 @@ from prefixbank.chunking import (
 )
 from prefixbank.index import Index, chunk_rows, prefix_rows
 from prefixbank.layout import SHARD_FORMAT_VERSION, CacheLayout
-from prefixbank.resolver import MAX_CANDIDATES, walk
+from prefixbank.resolver import MAX_CANDIDATES
 from prefixbank.shards import Buffer, ShardStore, WrittenShard, disk_bytes
 from prefixbank.values import ChunkKey, ChunkRecord, Namespace
 
@@ -36,7 +37,19 @@ _GROUP_BYTES = 256 << 20
 
 
 class RowSource(Protocol):
-    """Give out the rows of a live prompt cache, in the order of a shard (`kvcache.capture.CapturedCache`)."""
+    """Give out what a prompt cache holds, in the order of a shard (`kvcache.capture.CacheRecorder`)."""
+
+    def has_rows(self, start: int, n_tokens: int) -> bool:
+        """Tell whether the rows of the tokens `[start, start + n_tokens)` are known."""
+        ...
+
+    def state_ends(self) -> list[int]:
+        """Return the token offsets at which states of recurrent layers are known, sorted."""
+        ...
+
+    def state_runs(self, end: int) -> Iterator[Buffer]:
+        """Yield the states after `end` tokens."""
+        ...
 
     def runs(self, start: int, n_tokens: int) -> Iterator[Buffer]:
         """Yield the rows of the tokens `[start, start + n_tokens)`."""
@@ -85,13 +98,13 @@ def store(
     layout = CacheLayout.from_json(namespace.layout)
     n_asked = len(token_ids) // TOKEN_BYTES
     with index.reading() as tx:
-        known, drafts = _plan(tx, namespace, token_ids, chunk_tokens, layout)
+        known, drafts = _plan(tx, namespace, token_ids, chunk_tokens, layout, source)
     there = list(known)
     n_new_chunks = n_written_bytes = 0
     refused = ""
     needed = sum(draft.disk_bytes for draft in drafts)
-    chain = {record.key for record in known} | {draft.record.key for draft in drafts}
-    if drafts and max_bytes is not None and not eviction.make_room(index, shards, max_bytes, needed, chain):
+    in_use = {record.key for record in known} | {draft.record.key for draft in drafts}
+    if drafts and max_bytes is not None and not eviction.make_room(index, shards, max_bytes, needed, in_use):
         drafts = []
         refused = (
             f"{needed} bytes do not fit into the budget of {max_bytes} bytes beside what is pinned or in use: "
@@ -103,26 +116,28 @@ def store(
         n_written_bytes += sum(record.n_bytes for record in added)
         if not whole:
             with index.reading() as tx:
-                there, _ = _plan(tx, namespace, token_ids, chunk_tokens, layout)
+                there, _ = _plan(tx, namespace, token_ids, chunk_tokens, layout, source)
             break
         there += [draft.record for draft in group]
     chain_there = _unbroken(there)
     n_tokens = min(chain_there[-1].end, n_asked) if chain_there else 0
-    if n_tokens < n_asked and not refused:
+    if n_tokens < n_asked and not refused and source.has_rows(n_tokens, n_asked - n_tokens):
         refused = "a chunk key is another prefix's, or a parent chunk was removed meanwhile"
     last_key = chain_there[-1].key if chain_there else None
     return Stored(n_tokens, last_key, tuple(r.key for r in known), n_new_chunks, n_written_bytes, refused)
 
 
 def _unbroken(records: list[ChunkRecord]) -> list[ChunkRecord]:
-    """Return the records in their order, up to the first gap."""
+    """Return the records in their order, up to the first gap; of several that begin together, the longest."""
+    longest: dict[int, ChunkRecord] = {}
+    for record in records:
+        if record.start not in longest or record.end > longest[record.start].end:
+            longest[record.start] = record
     end = 0
     chain = []
-    for record in sorted(records, key=lambda record: record.start):
-        if record.start != end:
-            break
-        chain.append(record)
-        end = record.end
+    while (record_there := longest.get(end)) is not None:
+        chain.append(record_there)
+        end = record_there.end
     return chain
 
 
@@ -132,44 +147,72 @@ def _plan(
     token_ids: bytes,
     chunk_tokens: int,
     layout: CacheLayout,
+    source: RowSource,
 ) -> tuple[list[ChunkRecord], list[_Draft]]:
     """Return the chunks of the prefix that are there, and drafts of those that are not, each from the root on.
 
-    A chunk whose key belongs to other token ids ends the plan: nothing can be stored behind it.
+    A chunk whose key belongs to other token ids, or whose rows the source does not know, ends the plan: nothing can be
+    stored behind it.
     """
+    n_tokens = len(token_ids) // TOKEN_BYTES
+    states = {end for end in source.state_ends() if 0 < end <= n_tokens}
     keys = list(full_chunks(namespace.root_key, token_ids, chunk_tokens))
     rows = chunk_rows.find(tx, [key for _, key in keys])
-    proven = walk(rows, keys, namespace.id, token_ids, chunk_tokens)
-    known = [row for row in proven if row.file_name is not None]
-    drafts = [_draft(row, layout, namespace) for row in proven if row.file_name is None]
-    parent_key = proven[-1].key if proven else None
-    for start, key in keys[len(proven) :]:
-        if key in rows:
-            return known, drafts
-        ids = token_ids[start * TOKEN_BYTES : (start + chunk_tokens) * TOKEN_BYTES]
-        drafts.append(_draft(_record(namespace, parent_key, key, start, ids), layout, namespace))
-        parent_key = key
-    start = len(keys) * chunk_tokens
-    tail = token_ids[start * TOKEN_BYTES :]
-    if tail:
-        siblings = chunk_rows.children(
-            tx, namespace.id, parent_key, unpack_token_ids(tail[:TOKEN_BYTES])[0], MAX_CANDIDATES
-        )
-        n_tail = len(tail) // TOKEN_BYTES
-        covering = [s for s in siblings if s.start == start and common_run(s.token_ids, tail) == n_tail]
-        key = chunk_key(parent_key or namespace.root_key, tail)
-        record = _record(namespace, parent_key, key, start, tail)
-        row = chunk_rows.find(tx, [key]).get(key)
-        if covering:
-            known.append(min(covering, key=lambda sibling: sibling.n_tokens))
-        elif row is None or (row.file_name is None and chunk_rows.same_chunk(row, record)):
-            drafts.append(_draft(record, layout, namespace))
-        elif chunk_rows.same_chunk(row, record):
+    known: list[ChunkRecord] = []
+    drafts: list[_Draft] = []
+
+    def add(record: ChunkRecord, row: ChunkRecord | None) -> bool:
+        """Sort a wanted chunk into the known ones or the drafts; False ends the plan."""
+        if row is not None and not chunk_rows.same_chunk(row, record):
+            return False
+        if row is not None and row.file_name is not None and not chunk_rows.replaced_by(row, record):
             known.append(row)
+            return True
+        if not source.has_rows(record.start, record.n_tokens):
+            return False
+        drafts.append(_draft(record, layout, namespace))
+        return True
+
+    def tails(start: int, parent_key: ChunkKey | None) -> None:
+        """Add what ends inside the chunk at `start`: where states are known, and at the end of the prefix."""
+        ends = {end for end in states if start < end < start + chunk_tokens}
+        if start < n_tokens < start + chunk_tokens and not (layout.has_state and n_tokens not in states):
+            ends.add(n_tokens)
+        for end in sorted(ends):
+            ids = token_ids[start * TOKEN_BYTES : end * TOKEN_BYTES]
+            if end not in states and (covering := _covering(tx, namespace, parent_key, start, ids)) is not None:
+                known.append(covering)
+                continue
+            key = chunk_key(parent_key or namespace.root_key, ids)
+            record = _record(namespace, parent_key, key, start, ids, has_state=end in states)
+            add(record, chunk_rows.find(tx, [key]).get(key))
+
+    parent_key: ChunkKey | None = None
+    for start, key in keys:
+        tails(start, parent_key)
+        end = start + chunk_tokens
+        ids = token_ids[start * TOKEN_BYTES : end * TOKEN_BYTES]
+        record = _record(namespace, parent_key, key, start, ids, has_state=end in states)
+        if not add(record, rows.get(key)):
+            return known, drafts
+        parent_key = key
+    tails(len(keys) * chunk_tokens, parent_key)
     return known, drafts
 
 
-def _record(namespace: Namespace, parent_key: ChunkKey | None, key: ChunkKey, start: int, ids: bytes) -> ChunkRecord:
+def _covering(
+    tx: sa.Connection, namespace: Namespace, parent_key: ChunkKey | None, start: int, ids: bytes
+) -> ChunkRecord | None:
+    """Return the shortest chunk that begins with the tail's token ids, if there is one: the tail needs no shard."""
+    n_tokens = len(ids) // TOKEN_BYTES
+    siblings = chunk_rows.children(tx, namespace.id, parent_key, unpack_token_ids(ids[:TOKEN_BYTES])[0], MAX_CANDIDATES)
+    covering = [s for s in siblings if s.start == start and common_run(s.token_ids, ids) == n_tokens]
+    return min(covering, key=lambda sibling: sibling.n_tokens, default=None)
+
+
+def _record(
+    namespace: Namespace, parent_key: ChunkKey | None, key: ChunkKey, start: int, ids: bytes, *, has_state: bool
+) -> ChunkRecord:
     return ChunkRecord(
         key=key,
         parent_key=parent_key,
@@ -182,6 +225,7 @@ def _record(namespace: Namespace, parent_key: ChunkKey | None, key: ChunkKey, st
         n_bytes=0,
         disk_bytes=0,
         digest=b"",
+        has_state=has_state,
     )
 
 
@@ -203,8 +247,9 @@ def _draft(record: ChunkRecord, layout: CacheLayout, namespace: Namespace) -> _D
             "n_tokens": str(record.n_tokens),
             "token_ids": json.dumps(unpack_token_ids(record.token_ids), separators=(",", ":")),
         },
+        with_state=record.has_state,
     )
-    n_bytes = len(header) + layout.data_bytes(record.n_tokens)
+    n_bytes = len(header) + layout.data_bytes(record.n_tokens, with_state=record.has_state)
     return _Draft(record, header, disk_bytes(n_bytes))
 
 
@@ -239,9 +284,11 @@ def _store_group(
     with shards.writer() as writer:
         written = []
         for draft in group:
-            runs = source.runs(draft.record.start, draft.record.n_tokens)
-            shard = writer.write(draft.record.key, draft.header, runs)
-            written.append(_with_file(draft.record, shard))
+            record = draft.record
+            runs = source.runs(record.start, record.n_tokens)
+            states = source.state_runs(record.end) if record.has_state else ()
+            shard = writer.write(record.key, draft.header, chain(runs, states))
+            written.append(_with_file(record, shard))
         writer.publish()
         now_s = int(time.time())
         with index.writing() as tx:
@@ -251,9 +298,12 @@ def _store_group(
             if whole:
                 tick = chunk_rows.next_tick(tx)
                 chunk_rows.touch(tx, [record.key for record in there], tick, now_s, hits=0)
+            before = chunk_rows.find(tx, [record.key for record in written])
             for record in written if whole else ():
                 if chunk_rows.add(tx, record, tick, now_s):
                     added.append(record)
+                    if (replaced := before.get(record.key)) is not None:
+                        superseded.append(replaced)  # its file gives way to one that also holds states
                     superseded += _supersede(tx, record)
                 elif not _is_there(tx, record):
                     whole = False
@@ -289,7 +339,12 @@ def _still_there(tx: sa.Connection, records: list[ChunkRecord]) -> bool:
 def _is_there(tx: sa.Connection, record: ChunkRecord) -> bool:
     """Tell whether another writer stored this very chunk first."""
     row = chunk_rows.find(tx, [record.key]).get(record.key)
-    return row is not None and row.file_name is not None and chunk_rows.same_chunk(row, record)
+    return (
+        row is not None
+        and row.file_name is not None
+        and chunk_rows.same_chunk(row, record)
+        and not chunk_rows.replaced_by(row, record)
+    )
 
 
 def _supersede(tx: sa.Connection, record: ChunkRecord) -> list[ChunkRecord]:

@@ -45,7 +45,8 @@ class ChunkRecord:
     The chunk covers the token offsets `[start, start + n_tokens)`; `token_ids` are those ids as little-endian uint32.
     `parent_key` is None for the first chunk of a prefix. `file_name` is None for a *hole*: the shard was lost, the row
     stays because other chunks stand on it. `n_bytes` is the file's length, `disk_bytes` what it takes on disk,
-    `data_offset` where the tensors begin, `digest` the xxh3_128 of the whole file. `last_used` is a tick of the bank's
+    `data_offset` where the tensors begin, `digest` the xxh3_128 of the whole file, `has_state` whether it also holds
+    the states of recurrent layers at the chunk's end. `last_used` is a tick of the bank's
     counter, `last_used_at` and `created_at` are seconds since the epoch.
     """
 
@@ -60,6 +61,7 @@ class ChunkRecord:
     n_bytes: int
     disk_bytes: int
     digest: bytes
+    has_state: bool = False
     last_used: int = 0
     last_used_at: int = 0
     hits: int = 0
@@ -104,7 +106,8 @@ class Match:
     """Say how much of a prompt is stored. Holds no arrays and reads no shard.
 
     `n_tokens` leading token ids can be resumed; the last chunk of `chunks` may be used in part. `n_bytes` is the length
-    of the shard files to read. At least one token of the prompt is always left to compute.
+    of the shard files to read. At least one token of the prompt is always left to compute. `n_known_tokens` leading
+    tokens are stored in all: more than `n_tokens` where recurrent layers can't be resumed that far.
     """
 
     n_prompt_tokens: int
@@ -112,6 +115,7 @@ class Match:
     n_bytes: int
     reason: MatchReason
     chunks: tuple[ChunkRecord, ...] = field(default=(), repr=False)
+    n_known_tokens: int = 0
 
     @property
     def n_rest_tokens(self) -> int:

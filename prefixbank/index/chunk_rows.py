@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import sqlalchemy as sa
 
@@ -21,14 +21,15 @@ __all__ = [
     "heal",
     "iter_by_use",
     "list_all",
+    "replaced_by",
     "same_chunk",
     "shorter_siblings",
     "totals",
     "touch",
+    "with_state",
 ]
 
-_NOT_STORED = {"first_token"}  # derived from token_ids; only the database needs it
-_COLUMNS = [column for column in chunks.c if column.name not in _NOT_STORED]
+_COLUMNS = [chunks.c[field.name] for field in fields(ChunkRecord)]  # all but first_token, which only queries need
 KEYS_PER_QUERY = 10_000  # SQLite binds 32,766 parameters at most
 
 
@@ -104,6 +105,24 @@ def count_children(tx: sa.Connection, key: ChunkKey) -> int:
     return tx.execute(sa.select(sa.func.count()).where(chunks.c.parent_key == key)).scalar_one()
 
 
+def with_state(
+    tx: sa.Connection, namespace_id: int, parent_keys: Sequence[ChunkKey], first_token: int
+) -> list[ChunkRecord]:
+    """Return the chunks with states that stand on the given ones, or are first chunks that begin with `first_token`."""
+    found: list[ChunkRecord] = []
+    first = chunks.c.parent_key.is_(None) & (chunks.c.first_token == first_token)
+    for low in range(0, max(len(parent_keys), 1), KEYS_PER_QUERY):
+        behind = chunks.c.parent_key.in_(parent_keys[low : low + KEYS_PER_QUERY])
+        query = sa.select(*_COLUMNS).where(
+            chunks.c.namespace_id == namespace_id,
+            chunks.c.has_state,
+            chunks.c.file_name.is_not(None),
+            (behind | first) if low == 0 else behind,
+        )
+        found += [_from_row(row) for row in tx.execute(query)]
+    return found
+
+
 def shorter_siblings(tx: sa.Connection, record: ChunkRecord) -> list[ChunkRecord]:
     """Return the tails that `record` covers: same parent, and their token ids are its first ones."""
     first_token = unpack_token_ids(record.token_ids[:TOKEN_BYTES])[0]
@@ -113,6 +132,7 @@ def shorter_siblings(tx: sa.Connection, record: ChunkRecord) -> list[ChunkRecord
             chunks.c.namespace_id == record.namespace_id,
             chunks.c.first_token == first_token,
             chunks.c.n_tokens < record.n_tokens,
+            ~chunks.c.has_state,  # one with states is where they can be resumed
         )
     )
     return [tail for tail in map(_from_row, rows) if record.token_ids.startswith(tail.token_ids)]
@@ -121,8 +141,9 @@ def shorter_siblings(tx: sa.Connection, record: ChunkRecord) -> list[ChunkRecord
 def add(tx: sa.Connection, record: ChunkRecord, tick: int, now_s: int) -> bool:
     """Add a chunk whose shard is published, or give a hole its shard back; `tick` is that of the whole chain's use.
 
-    Returns False where the row is there with a shard already (another writer was first), or where the key belongs to
-    other token ids, or where the parent is not there: then the caller's file is not needed.
+    A chunk with states also takes the place of the same chunk without: see `replaced_by`. Returns False where the row
+    is there with a shard as good already (another writer was first), or where the key belongs to other token ids, or
+    where the parent is not there: then the caller's file is not needed.
     """
     values = asdict(record) | {
         "first_token": unpack_token_ids(record.token_ids[:TOKEN_BYTES])[0],
@@ -135,15 +156,21 @@ def add(tx: sa.Connection, record: ChunkRecord, tick: int, now_s: int) -> bool:
     known = find(tx, wanted)
     row = known.get(record.key)
     if row is not None:
-        if row.file_name is not None or not same_chunk(row, record):
+        if not same_chunk(row, record) or (row.file_name is not None and not replaced_by(row, record)):
             return False
         tx.execute(sa.update(chunks).where(chunks.c.key == record.key).values(**values))
+        _add_bytes(tx, -row.disk_bytes)
     elif record.parent_key is not None and record.parent_key not in known:
         return False
     else:
         tx.execute(sa.insert(chunks).values(**values))
     _add_bytes(tx, record.disk_bytes)
     return True
+
+
+def replaced_by(row: ChunkRecord, record: ChunkRecord) -> bool:
+    """Tell whether the new record of a chunk is worth more than its row: it holds states, and the row does not."""
+    return record.has_state and not row.has_state
 
 
 def delete(tx: sa.Connection, record: ChunkRecord) -> bool:
@@ -164,7 +191,7 @@ def heal(tx: sa.Connection, record: ChunkRecord) -> bool:
     named = tx.execute(sa.select(sa.func.count()).where(prefixes.c.chunk_key == record.key)).scalar_one()
     if not named and delete(tx, record):
         return True
-    hole = {"file_name": None, "n_bytes": 0, "disk_bytes": 0, "data_offset": 0, "digest": b""}
+    hole = {"file_name": None, "n_bytes": 0, "disk_bytes": 0, "data_offset": 0, "digest": b"", "has_state": False}
     changed = tx.execute(sa.update(chunks).where(*_unchanged(record)).values(**hole)).rowcount == 1
     if changed:
         _add_bytes(tx, -record.disk_bytes)

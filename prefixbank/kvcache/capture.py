@@ -1,8 +1,9 @@
-"""Own reading rows out of live prompt caches, and the description of a cache's layout."""
+"""Own reading rows and states out of live prompt caches, and the description of a cache's layout."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -10,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixbank.errors import FingerprintMismatchError, UnsupportedCacheError
-from prefixbank.kvcache.kinds import kind_of
-from prefixbank.layout import CacheLayout, LayerLayout, RowArray
+from prefixbank.kvcache.kinds import ListKind, RowKind, StateKind, kind_of, window_of
+from prefixbank.layout import CacheLayout, LayerLayout, RowArray, StateArray
 
-__all__ = ["MLX_DTYPES", "UNSIGNED", "CapturedCache", "describe", "n_cached_tokens"]
+__all__ = ["MLX_DTYPES", "UNSIGNED", "CacheRecorder", "Piece", "describe", "leaf_caches", "n_cached_tokens"]
+
+Bits = npt.NDArray[Any]
 
 MLX_DTYPES: dict[str, mx.Dtype] = {
     "BF16": mx.bfloat16,
@@ -34,58 +37,193 @@ def describe(prompt_cache: Sequence[Any]) -> CacheLayout:
 
     Raises `UnsupportedCacheError` for a class without adapter, a dtype that shards don't know, or a batch.
     """
-    layers = []
+    layout = CacheLayout(tuple(_describe(layer_cache) for layer_cache in prompt_cache))
+    if not any(leaf.arrays or leaf.states for _, leaf in layout.leaves()):
+        raise UnsupportedCacheError("an empty prompt cache has no layout")
+    return layout
+
+
+def _describe(layer_cache: Any) -> LayerLayout:
+    kind = kind_of(layer_cache)
+    settings = tuple(sorted(kind.settings(layer_cache).items()))
+    if isinstance(kind, ListKind):
+        members = tuple(_describe(member) for member in kind.members(layer_cache))
+        return LayerLayout(kind.name, settings, members=members)
+    if isinstance(kind, StateKind):
+        states = kind.states(layer_cache)
+        _require_one_sequence(layer_cache, states)
+        described = tuple(StateArray(role, _CODES[a.dtype], tuple(a.shape)) for role, a in states.items())
+        return LayerLayout(kind.name, settings, states=described)
+    assert isinstance(kind, RowKind)
+    rows = kind.rows(layer_cache)
+    _require_one_sequence(layer_cache, rows)
+    if any(a.ndim != 4 for a in rows.values()):
+        raise UnsupportedCacheError(f"{type(layer_cache).__name__} holds rows that are not [1, n_heads, n, width]")
+    arrays = tuple(RowArray(role, _CODES[a.dtype], a.shape[1], a.shape[3]) for role, a in rows.items())
+    return LayerLayout(kind.name, settings, arrays)
+
+
+def _require_one_sequence(layer_cache: Any, arrays: dict[str, mx.array]) -> None:
+    for array in arrays.values():
+        if array.ndim == 0 or array.shape[0] != 1:
+            raise UnsupportedCacheError(
+                f"{type(layer_cache).__name__} holds {array.shape}: only caches of one sequence can be stored"
+            )
+        if array.dtype not in _CODES:
+            raise UnsupportedCacheError(f"{type(layer_cache).__name__} holds {array.dtype}, which can't be stored")
+
+
+def leaf_caches(prompt_cache: Sequence[Any]) -> Iterator[Any]:
+    """Yield the caches that are made of no others, in the order of the layout's leaves."""
     for layer_cache in prompt_cache:
         kind = kind_of(layer_cache)
-        arrays = kind.arrays(layer_cache)
-        if not arrays:
-            raise UnsupportedCacheError(f"an empty {type(layer_cache).__name__} has no layout")
-        row_arrays = []
-        for role, rows in arrays.items():
-            if rows.ndim != 4 or rows.shape[0] != 1:
-                raise UnsupportedCacheError(
-                    f"{type(layer_cache).__name__} holds {rows.shape}: only caches of one sequence can be stored"
-                )
-            if rows.dtype not in _CODES:
-                raise UnsupportedCacheError(f"KV of dtype {rows.dtype} can't be stored")
-            row_arrays.append(RowArray(role, _CODES[rows.dtype], rows.shape[1], rows.shape[3]))
-        settings = tuple(sorted(kind.settings(layer_cache).items()))
-        layers.append(LayerLayout(kind.name, settings, tuple(row_arrays)))
-    if not layers:
-        raise UnsupportedCacheError("a prompt cache without layers can't be stored")
-    return CacheLayout(tuple(layers))
+        if isinstance(kind, ListKind) and (members := kind.members(layer_cache)):
+            yield from leaf_caches(members)
+        else:
+            yield layer_cache
 
 
-def n_cached_tokens(prompt_cache: Sequence[Any]) -> int:
-    """Return how many tokens all layers hold. Raises `UnsupportedCacheError` where they differ."""
-    counts = {kind_of(layer_cache).n_tokens(layer_cache) for layer_cache in prompt_cache}
-    if len(counts) != 1:
+def n_cached_tokens(prompt_cache: Sequence[Any]) -> int | None:
+    """Return how many tokens the layers have seen; None where no layer knows (recurrent ones don't).
+
+    Empty members don't count. Raises `UnsupportedCacheError` where layers differ.
+    """
+    counts = {
+        kind.n_tokens(leaf)
+        for leaf in leaf_caches(prompt_cache)
+        if isinstance(kind := kind_of(leaf), RowKind) and kind.rows(leaf)
+    }
+    if len(counts) > 1:
         raise UnsupportedCacheError(f"the layers of the cache hold different token counts {sorted(counts)}")
-    return counts.pop()
+    if counts:
+        return counts.pop()
+    has_state = any(
+        isinstance(kind := kind_of(leaf), StateKind) and kind.states(leaf) for leaf in leaf_caches(prompt_cache)
+    )
+    return None if has_state else 0
 
 
-class CapturedCache:
-    """Give out the rows of a live prompt cache, bit for bit, without copying them.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Hold the rows `[start, stop)` of one array as bits, `[n_heads, at least stop - start, width]`."""
 
-    The views keep the arrays alive; use them before the cache's next step, which may write into the same memory behind
-    the rows given out, never over them.
+    start: int
+    stop: int
+    rows: Bits
+
+
+class CacheRecorder:
+    """Gather the rows and states of a prompt cache while it is computed, and give them out bit for bit.
+
+    Layers that keep all rows are read once, at `finish`. Sliding windows drop rows, so they are read after each step
+    (`record`), and states at the boundaries where they are wanted. Raises `FingerprintMismatchError` unless the cache
+    has the layout.
     """
 
-    def __init__(self, prompt_cache: Sequence[Any], layout: CacheLayout) -> None:
-        """Evaluate the cache's arrays. Raises `FingerprintMismatchError` unless it has the layout."""
-        self.n_tokens = n_cached_tokens(prompt_cache)
-        found = describe(prompt_cache)
-        if found != layout:
+    def __init__(self, layout: CacheLayout, seed: Sequence[Sequence[Piece]] | None = None) -> None:
+        """Start; `seed` holds what a restored cache knows of its windows' rows (one sequence for each row array)."""
+        self._layout = layout
+        self._windows = [window_of(leaf) is not None for _, leaf in layout.leaves() for _ in leaf.arrays]
+        self._pieces: list[list[Piece]] = [list(pieces) for pieces in seed] if seed else [[] for _ in self._windows]
+        self._states: dict[int, list[Bits]] = {}
+
+    @property
+    def must_follow(self) -> bool:
+        """Tell whether steps must be recorded, since the finished cache does not hold everything."""
+        return any(self._windows) or self._layout.has_state
+
+    def record(self, start: int, stop: int, prompt_cache: Sequence[Any], *, with_state: bool) -> None:
+        """Read what a step over the tokens `[start, stop)` added to the windows, and the states if they are wanted."""
+        if any(self._windows):
+            arrays = self._row_arrays(prompt_cache)
+            new = [
+                mx.contiguous(rows[..., rows.shape[2] - (stop - start) :, :]) if windowed else None
+                for windowed, rows in zip(self._windows, arrays, strict=True)
+            ]
+            bits = [None if rows is None else rows.view(UNSIGNED[rows.dtype.size]) for rows in new]
+            mx.eval([rows for rows in bits if rows is not None])
+            for pieces, rows in zip(self._pieces, bits, strict=True):
+                if rows is not None:
+                    pieces.append(Piece(start, stop, np.array(rows, copy=False)[0]))
+        if with_state:
+            self._states[stop] = self._state_bits(prompt_cache)
+
+    def finish(self, prompt_cache: Sequence[Any], n_tokens: int) -> None:
+        """Read what the finished cache of `n_tokens` holds itself."""
+        if describe(prompt_cache) != self._layout:
             raise FingerprintMismatchError(
                 "the prompt cache is of another layout (cache class, heads, width or dtype) than this model's"
             )
-        arrays = [rows for layer_cache in prompt_cache for rows in kind_of(layer_cache).arrays(layer_cache).values()]
+        arrays = self._row_arrays(prompt_cache)
         bits = [rows.view(UNSIGNED[rows.dtype.size]) for rows in arrays]
         mx.eval(bits)
-        self._views: list[npt.NDArray[Any]] = [np.array(rows, copy=False)[0] for rows in bits]
+        for windowed, pieces, rows in zip(self._windows, self._pieces, bits, strict=True):
+            held = np.array(rows, copy=False)[0]
+            if windowed:
+                pieces.append(Piece(n_tokens - held.shape[1], n_tokens, held))
+            else:
+                pieces[:] = [Piece(0, n_tokens, held)]
+        if self._layout.has_state and n_tokens not in self._states:
+            self._states[n_tokens] = self._state_bits(prompt_cache)
 
-    def runs(self, start: int, n_tokens: int) -> Iterator[npt.NDArray[Any]]:
-        """Yield the rows `[start, start + n_tokens)` of each layer, array and head, in the order of a shard."""
-        for view in self._views:
-            for head in view:
-                yield np.ascontiguousarray(head[start : start + n_tokens])
+    def has_rows(self, start: int, n_tokens: int) -> bool:
+        """Tell whether the rows `[start, start + n_tokens)` of all arrays are there."""
+        return all(_covers(pieces, start, start + n_tokens) for pieces in self._pieces)
+
+    def state_ends(self) -> list[int]:
+        """Return the token offsets at which states were taken, sorted."""
+        return sorted(self._states)
+
+    def runs(self, start: int, n_tokens: int) -> Iterator[Bits]:
+        """Yield the rows `[start, start + n_tokens)` of each array and head, in the order of a shard."""
+        for pieces in self._pieces:
+            rows = _cut(pieces, start, start + n_tokens)
+            for head in rows:
+                yield np.ascontiguousarray(head)
+
+    def state_runs(self, end: int) -> Iterator[Bits]:
+        """Yield the states after `end` tokens, in the order of a shard."""
+        yield from self._states[end]
+
+    def _row_arrays(self, prompt_cache: Sequence[Any]) -> list[mx.array]:
+        arrays: list[mx.array] = []
+        for (_, layout), leaf in zip(self._layout.leaves(), leaf_caches(prompt_cache), strict=True):
+            kind = kind_of(leaf)
+            if layout.arrays and isinstance(kind, RowKind):
+                arrays += kind.rows(leaf).values()
+        if len(arrays) != len(self._windows):
+            raise FingerprintMismatchError("the prompt cache holds other arrays than this model's")
+        return arrays
+
+    def _state_bits(self, prompt_cache: Sequence[Any]) -> list[Bits]:
+        states = [
+            mx.contiguous(state)
+            for leaf in leaf_caches(prompt_cache)
+            if isinstance(kind := kind_of(leaf), StateKind)
+            for state in kind.states(leaf).values()
+        ]
+        wanted = [(a.dtype, a.shape) for _, a in self._layout.state_arrays()]
+        if [(_CODES.get(state.dtype), tuple(state.shape)) for state in states] != wanted:
+            raise FingerprintMismatchError("the prompt cache holds states of other shapes than this model's")
+        bits = [state.view(UNSIGNED[state.dtype.size]) for state in states]
+        mx.eval(bits)
+        return [np.array(state, copy=False) for state in bits]
+
+
+def _covers(pieces: Sequence[Piece], start: int, stop: int) -> bool:
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        if piece.start <= start < piece.stop:
+            start = piece.stop
+    return start >= stop
+
+
+def _cut(pieces: Sequence[Piece], start: int, stop: int) -> Bits:
+    """Return the rows `[start, stop)` out of pieces that cover them."""
+    parts: list[Bits] = []
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        if piece.start <= start < piece.stop and start < stop:
+            end = min(stop, piece.stop)
+            parts.append(piece.rows[:, start - piece.start : end - piece.start])
+            start = end
+    assert start >= stop, "asked for rows that were not recorded"
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)

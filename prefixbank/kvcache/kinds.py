@@ -1,46 +1,113 @@
 """Own the cache kinds: how each mlx-lm cache class is described, read and rebuilt, and the registry of them.
 
-A kind is an adapter for exactly one cache class (subclasses count as other classes: they may hold other state). All
-kinds here keep one row per token and head, never change a row once it is written, and can be resumed at any token.
+A kind is an adapter for exactly one cache class (subclasses count as other classes: they may hold other state). There
+are three sorts: `RowKind` for caches with one row per token and head, `StateKind` for those whose arrays hold all
+tokens at once, and `ListKind` for those made of other caches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
-from mlx_lm.models.cache import ConcatenateKVCache, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from prefixbank.errors import UnsupportedCacheError
 from prefixbank.layout import LayerLayout
 
-__all__ = ["CacheKind", "kind_named", "kind_of", "register_cache_kind"]
+__all__ = [
+    "CacheKind",
+    "ListKind",
+    "RowKind",
+    "StateKind",
+    "Window",
+    "kind_named",
+    "kind_of",
+    "register_cache_kind",
+    "window_of",
+]
+
+Window = tuple[int, int]
+"""What a sliding window needs to go on at some token: the last `n_recent` rows, and the first `n_kept` ones."""
 
 
 class CacheKind(Protocol):
-    """Adapt one cache class whose state is one row per token and head.
-
-    `name` is stored in shards and never changes meaning. `cache_class` is the class, compared by identity.
-    """
+    """Adapt one cache class. `name` is stored in shards and never changes meaning; classes compare by identity."""
 
     name: str
     cache_class: type
 
     def settings(self, layer_cache: Any) -> dict[str, int]:
-        """Return what besides the rows makes two caches of this class differ, as small integers."""
+        """Return what besides its arrays makes two caches of this class differ, as small integers."""
         ...
+
+
+@runtime_checkable
+class RowKind(CacheKind, Protocol):
+    """Adapt a cache with one row per token and head, none of which changes once it is written."""
 
     def n_tokens(self, layer_cache: Any) -> int:
-        """Return how many tokens the cache holds."""
+        """Return how many tokens the cache has seen."""
         ...
 
-    def arrays(self, layer_cache: Any) -> dict[str, mx.array]:
-        """Return the rows by role, each `[1, n_heads, at least n_tokens, width]`; {} for an empty cache."""
+    def rows(self, layer_cache: Any) -> dict[str, mx.array]:
+        """Return the rows by role, each `[1, n_heads, n, width]`; {} for an empty cache.
+
+        Without a window the first `n_tokens` of them count, and what lies behind is room. With one, the `n` rows are
+        the last ones in temporal order (of at least `n_recent` tokens, if the cache has seen so many) without the kept
+        ones.
+        """
+        ...
+
+    def window(self, settings: Mapping[str, int]) -> Window | None:
+        """Return what a cache of these settings needs to go on, or None where it needs all rows."""
+        ...
+
+    def empty(self, settings: Mapping[str, int]) -> Any:
+        """Return a cache that has seen nothing."""
         ...
 
     def rebuild(self, layout: LayerLayout, arrays: Mapping[str, mx.array], n_tokens: int) -> Any:
-        """Return a cache that holds the first `n_tokens` rows of `arrays` and may write behind them."""
+        """Return a cache of `n_tokens`.
+
+        Without a window it holds the first `n_tokens` rows of `arrays` and may write behind them; with one, `arrays`
+        are exactly the rows that are needed: the kept ones and the last ones.
+        """
+        ...
+
+
+@runtime_checkable
+class StateKind(CacheKind, Protocol):
+    """Adapt a cache whose arrays hold all tokens at once, and are replaced, never written into."""
+
+    def states(self, layer_cache: Any) -> dict[str, mx.array]:
+        """Return the arrays by role; empty slots are left out."""
+        ...
+
+    def restore(self, layout: LayerLayout, states: Mapping[str, mx.array]) -> Any:
+        """Return a cache that holds the arrays."""
+        ...
+
+
+@runtime_checkable
+class ListKind(CacheKind, Protocol):
+    """Adapt a cache that is made of others."""
+
+    def members(self, layer_cache: Any) -> Sequence[Any]:
+        """Return the caches that it is made of."""
+        ...
+
+    def join(self, members: Sequence[Any]) -> Any:
+        """Return a cache made of the given ones."""
         ...
 
 
@@ -56,13 +123,19 @@ class KVCacheKind:
     def n_tokens(self, layer_cache: Any) -> int:
         return int(layer_cache.offset)
 
-    def arrays(self, layer_cache: Any) -> dict[str, mx.array]:
+    def rows(self, layer_cache: Any) -> dict[str, mx.array]:
         if layer_cache.keys is None:
             return {}
         return {"keys": layer_cache.keys, "values": layer_cache.values}
 
+    def window(self, settings: Mapping[str, int]) -> Window | None:
+        return None
+
+    def empty(self, settings: Mapping[str, int]) -> Any:
+        return self.cache_class()
+
     def rebuild(self, layout: LayerLayout, arrays: Mapping[str, mx.array], n_tokens: int) -> Any:
-        layer_cache = self.cache_class()
+        layer_cache = self.empty({})
         layer_cache.keys, layer_cache.values = arrays["keys"], arrays["values"]
         layer_cache.offset = n_tokens
         return layer_cache
@@ -92,7 +165,7 @@ class QuantizedKVCacheKind:
     def n_tokens(self, layer_cache: Any) -> int:
         return int(layer_cache.offset)
 
-    def arrays(self, layer_cache: Any) -> dict[str, mx.array]:
+    def rows(self, layer_cache: Any) -> dict[str, mx.array]:
         if layer_cache.keys is None:
             return {}
         return {
@@ -101,12 +174,152 @@ class QuantizedKVCacheKind:
             for part, rows in zip(self._parts, getattr(layer_cache, tensor), strict=True)
         }
 
+    def window(self, settings: Mapping[str, int]) -> Window | None:
+        return None
+
+    def empty(self, settings: Mapping[str, int]) -> Any:
+        return self.cache_class(**settings)
+
     def rebuild(self, layout: LayerLayout, arrays: Mapping[str, mx.array], n_tokens: int) -> Any:
-        layer_cache = self.cache_class(**dict(layout.settings))
+        layer_cache = self.empty(dict(layout.settings))
         layer_cache.keys = tuple(arrays[f"keys.{part}"] for part in self._parts)
         layer_cache.values = tuple(arrays[f"values.{part}"] for part in self._parts)
         layer_cache.offset = n_tokens
         return layer_cache
+
+
+class RotatingKVCacheKind:
+    """Adapt `RotatingKVCache`: a window of the last `max_size` rows, `keep` of which are the first ones for ever.
+
+    After a step of S > 1 tokens it holds up to max_size - 1 + S rows in temporal order; steps of one token write into a
+    ring. Going on from the last `max_size` rows is bit-identical to going on live: a longer step drops all but
+    max_size - 1 of them first, and a step of one token overwrites the oldest.
+    """
+
+    name = "rotating-kv"
+    cache_class: type = RotatingKVCache
+
+    def settings(self, layer_cache: Any) -> dict[str, int]:
+        return {"max_size": int(layer_cache.max_size), "keep": int(layer_cache.keep)}
+
+    def n_tokens(self, layer_cache: Any) -> int:
+        return int(layer_cache.offset)
+
+    def rows(self, layer_cache: Any) -> dict[str, mx.array]:
+        if layer_cache.keys is None:
+            return {}
+        ordered = {
+            "keys": layer_cache._temporal_order(layer_cache.keys),
+            "values": layer_cache._temporal_order(layer_cache.values),
+        }
+        n_held = ordered["keys"].shape[2]
+        if n_held < layer_cache.offset:  # rows were dropped behind the kept ones
+            return {role: rows[..., layer_cache.keep :, :] for role, rows in ordered.items()}
+        return ordered
+
+    def window(self, settings: Mapping[str, int]) -> Window | None:
+        return settings["max_size"] - settings["keep"], settings["keep"]
+
+    def empty(self, settings: Mapping[str, int]) -> Any:
+        return self.cache_class(settings["max_size"], keep=settings["keep"])
+
+    def rebuild(self, layout: LayerLayout, arrays: Mapping[str, mx.array], n_tokens: int) -> Any:
+        layer_cache = self.empty(dict(layout.settings))
+        layer_cache.keys, layer_cache.values = arrays["keys"], arrays["values"]
+        layer_cache.offset = n_tokens
+        layer_cache._idx = arrays["keys"].shape[2]
+        return layer_cache
+
+
+class ChunkedKVCacheKind:
+    """Adapt `ChunkedKVCache` (llama4), which drops all but the last `chunk_size` rows before each step."""
+
+    name = "chunked-kv"
+    cache_class: type = ChunkedKVCache
+
+    def settings(self, layer_cache: Any) -> dict[str, int]:
+        return {"chunk_size": int(layer_cache.chunk_size)}
+
+    def n_tokens(self, layer_cache: Any) -> int:
+        return int(layer_cache.offset)
+
+    def rows(self, layer_cache: Any) -> dict[str, mx.array]:
+        if layer_cache.keys is None:
+            return {}
+        n_held = layer_cache.offset - layer_cache.start_position
+        return {"keys": layer_cache.keys[..., :n_held, :], "values": layer_cache.values[..., :n_held, :]}
+
+    def window(self, settings: Mapping[str, int]) -> Window | None:
+        return settings["chunk_size"], 0
+
+    def empty(self, settings: Mapping[str, int]) -> Any:
+        return self.cache_class(**settings)
+
+    def rebuild(self, layout: LayerLayout, arrays: Mapping[str, mx.array], n_tokens: int) -> Any:
+        layer_cache = self.empty(dict(layout.settings))
+        layer_cache.keys, layer_cache.values = arrays["keys"], arrays["values"]
+        layer_cache.offset = n_tokens
+        layer_cache.start_position = n_tokens - arrays["keys"].shape[2]
+        return layer_cache
+
+
+class ArraysCacheKind:
+    """Adapt `ArraysCache`: slots of recurrent state (Mamba, linear attention, convolutions), some of them empty."""
+
+    name = "arrays"
+    cache_class: type = ArraysCache
+
+    def settings(self, layer_cache: Any) -> dict[str, int]:
+        return {"n_slots": len(layer_cache.cache)}
+
+    def states(self, layer_cache: Any) -> dict[str, mx.array]:
+        if layer_cache.left_padding is not None or layer_cache.lengths is not None:
+            raise UnsupportedCacheError("ArraysCache of a padded batch can't be stored")
+        return {str(slot): state for slot, state in enumerate(layer_cache.cache) if state is not None}
+
+    def restore(self, layout: LayerLayout, states: Mapping[str, mx.array]) -> Any:
+        layer_cache = self.cache_class(dict(layout.settings)["n_slots"])
+        for slot, state in states.items():
+            layer_cache[int(slot)] = state
+        return layer_cache
+
+
+class CacheListKind:
+    """Adapt `CacheList`: several caches of one layer."""
+
+    name = "list"
+    cache_class: type = CacheList
+
+    def settings(self, layer_cache: Any) -> dict[str, int]:
+        return {}
+
+    def members(self, layer_cache: Any) -> Sequence[Any]:
+        return list(layer_cache.caches)
+
+    def join(self, members: Sequence[Any]) -> Any:
+        return self.cache_class(*members)
+
+
+class NoCacheKind:
+    """Adapt `None`: a layer that keeps nothing."""
+
+    name = "none"
+    cache_class: type = type(None)
+
+    def settings(self, layer_cache: Any) -> dict[str, int]:
+        return {}
+
+    def states(self, layer_cache: Any) -> dict[str, mx.array]:
+        return {}
+
+    def restore(self, layout: LayerLayout, states: Mapping[str, mx.array]) -> Any:
+        return None
+
+
+def window_of(leaf: LayerLayout) -> Window | None:
+    """Return what a stored cache needs to go on, or None where it needs all its rows or has none."""
+    kind = kind_named(leaf.kind)
+    return kind.window(dict(leaf.settings)) if isinstance(kind, RowKind) else None
 
 
 _by_class: dict[type, CacheKind] = {}
@@ -114,7 +327,12 @@ _by_name: dict[str, CacheKind] = {}
 
 
 def register_cache_kind(kind: CacheKind) -> None:
-    """Add an adapter, in place of one for the same class or of the same name."""
+    """Add an adapter, in place of one for the same class or of the same name. See docs/cache-kinds.md for an example.
+
+    Raises `UnsupportedCacheError` for an object that is no `RowKind`, `StateKind` or `ListKind`.
+    """
+    if not isinstance(kind, RowKind | StateKind | ListKind):
+        raise UnsupportedCacheError(f"{type(kind).__name__} is no RowKind, StateKind or ListKind")
     _by_class[kind.cache_class] = kind
     _by_name[kind.name] = kind
 
@@ -124,7 +342,8 @@ def kind_of(layer_cache: Any) -> CacheKind:
     kind = _by_class.get(type(layer_cache))
     if kind is None:
         raise UnsupportedCacheError(
-            f"{type(layer_cache).__name__} can't be stored yet: generation goes on without the bank"
+            f"{type(layer_cache).__name__} can't be stored, since no adapter is registered for it: generation goes on "
+            "without the bank"
         )
     return kind
 
@@ -137,5 +356,14 @@ def kind_named(name: str) -> CacheKind:
     return kind
 
 
-for _kind in (KVCacheKind(), ConcatenateKVCacheKind(), QuantizedKVCacheKind()):
+for _kind in (
+    KVCacheKind(),
+    ConcatenateKVCacheKind(),
+    QuantizedKVCacheKind(),
+    RotatingKVCacheKind(),
+    ChunkedKVCacheKind(),
+    ArraysCacheKind(),
+    CacheListKind(),
+    NoCacheKind(),
+):
     register_cache_kind(_kind)

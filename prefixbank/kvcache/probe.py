@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -11,11 +11,10 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixbank.errors import ConfigError, PrefixBankError, UnsupportedCacheError
-from prefixbank.kvcache.capture import describe
-from prefixbank.kvcache.kinds import kind_of
+from prefixbank.kvcache.capture import describe, leaf_caches
 from prefixbank.layout import CacheLayout
 
-__all__ = ["KVQuantization", "new_prompt_cache", "probe_layout", "quantize"]
+__all__ = ["CacheOptions", "new_prompt_cache", "probe_layout", "quantize"]
 
 
 KV_BITS = (2, 3, 4, 5, 6, 8)
@@ -24,12 +23,17 @@ KV_GROUP_SIZES = (32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
-class KVQuantization:
-    """Say how the KV cache is quantised, with mlx-lm's names; `kv_bits=None` leaves it as the model makes it."""
+class CacheOptions:
+    """Say how the prompt cache is made, with mlx-lm's names.
+
+    `kv_bits=None` leaves it as the model makes it. `max_kv_size` gives models that bring no cache of their own a window
+    of that many tokens, of which the first four are kept.
+    """
 
     kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = 0
+    max_kv_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.kv_bits is not None and self.kv_bits not in KV_BITS:
@@ -46,25 +50,29 @@ class KVQuantization:
         """Return the options as keyword arguments for `mlx_lm.stream_generate`; {} without quantisation."""
         if self.kv_bits is None:
             return {}
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return {
+            "kv_bits": self.kv_bits,
+            "kv_group_size": self.kv_group_size,
+            "quantized_kv_start": self.quantized_kv_start,
+        }
 
 
-def new_prompt_cache(model: nn.Module) -> list[Any]:
+def new_prompt_cache(model: nn.Module, options: CacheOptions) -> list[Any]:
     """Return an empty prompt cache of the model."""
-    return list(make_prompt_cache(model))
+    return list(make_prompt_cache(model, max_kv_size=options.max_kv_size))
 
 
-def quantize(prompt_cache: list[Any], quantization: KVQuantization) -> None:
+def quantize(prompt_cache: list[Any], options: CacheOptions) -> None:
     """Quantise the layers in place that mlx-lm would quantise after a step."""
     maybe_quantize_kv_cache(
         prompt_cache,
-        quantized_kv_start=quantization.quantized_kv_start,
-        kv_group_size=quantization.kv_group_size,
-        kv_bits=quantization.kv_bits,
+        quantized_kv_start=options.quantized_kv_start,
+        kv_group_size=options.kv_group_size,
+        kv_bits=options.kv_bits,
     )
 
 
-def probe_layout(model: nn.Module, quantization: KVQuantization) -> CacheLayout:
+def probe_layout(model: nn.Module, options: CacheOptions) -> CacheLayout:
     """Return the layout of the model's prompt cache.
 
     Builds the graph of one token and computes none of it: shapes and dtypes are known without. Raises
@@ -72,11 +80,11 @@ def probe_layout(model: nn.Module, quantization: KVQuantization) -> CacheLayout:
     `ConfigError` for a quantisation that does not fit the heads.
     """
     try:
-        prompt_cache = new_prompt_cache(model)
-        for layer_cache in prompt_cache:
-            kind_of(layer_cache)
+        prompt_cache = new_prompt_cache(model, options)
+        for _ in leaf_caches(prompt_cache):  # raises for a class without adapter
+            pass
         model(mx.array([[0]]), cache=prompt_cache)
-        _quantize_probe(prompt_cache, quantization)
+        _quantize_probe(prompt_cache, options)
         return describe(prompt_cache)
     except PrefixBankError:
         raise
@@ -87,8 +95,8 @@ def probe_layout(model: nn.Module, quantization: KVQuantization) -> CacheLayout:
         ) from exc
 
 
-def _quantize_probe(prompt_cache: list[Any], quantization: KVQuantization) -> None:
+def _quantize_probe(prompt_cache: list[Any], options: CacheOptions) -> None:
     try:
-        quantize(prompt_cache, quantization)
+        quantize(prompt_cache, options)
     except ValueError as exc:
         raise ConfigError(f"this model's KV can't be quantised so: {exc}") from exc

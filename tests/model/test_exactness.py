@@ -23,7 +23,7 @@ def rows(prompt_cache: list[Any], n_tokens: int) -> list[mx.array]:
     return [
         array[..., :n_tokens, :].view(mx.uint8)
         for layer_cache in prompt_cache
-        for array in kind_of(layer_cache).arrays(layer_cache).values()
+        for array in kind_of(layer_cache).rows(layer_cache).values()
     ]
 
 

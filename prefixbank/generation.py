@@ -9,15 +9,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse, stream_generate
 
-from prefixbank.chunking import unpack_token_ids
+from prefixbank.chunking import TOKEN_BYTES, unpack_token_ids
+from prefixbank.errors import ConfigError
 from prefixbank.promptcaches import Progress, PromptCaches, Resolved
 from prefixbank.prompts import EncodedPrompt
 from prefixbank.values import Match
+
+if TYPE_CHECKING:
+    from prefixbank.kvcache.capture import CacheRecorder
+    from prefixbank.model import BankedModel
 
 __all__ = ["BankedResponse", "GenerationOptions", "GenerationResult", "collect", "stream"]
 
@@ -70,6 +75,8 @@ class GenerationOptions:
     reserve: int | None = None
     hold_back: int = 0
     keep: bool = False
+    draft_model: BankedModel | None = None
+    num_draft_tokens: int = 2
     progress: Progress | None = None
 
 
@@ -80,31 +87,50 @@ def stream(
     options: GenerationOptions,
     started_at: float,
     outcome: list[Resolved],
+    draft: PromptCaches | None = None,
 ) -> Iterator[BankedResponse]:
     """Yield the answer piece by piece; appends what the bank gave to `outcome` first."""
     reserve = options.reserve if options.reserve is not None else min(options.max_tokens, MAX_RESERVE)
-    resolved = caches.resolve(prompt, reserve=reserve, hold_back=options.hold_back)
-    n_cached = resolved.match.n_tokens
-    n_computed = len(resolved.rest)
+    token_ids = unpack_token_ids(prompt.token_ids)
+    # What the models have to store afterwards: with a draft model both, each in its own namespace.
+    to_store: list[tuple[PromptCaches, Resolved, CacheRecorder | None]]
+    if draft is None:
+        resolved = caches.resolve(prompt, reserve=reserve, hold_back=options.hold_back)
+        ahead, recorder = caches.follow(
+            prompt, resolved, options.hold_back, options.prefill_step_size, options.progress
+        )
+        to_store = [(caches, ahead, recorder)]
+        given: dict[str, Any] = {
+            "prompt_cache": ahead.prompt_cache,
+            "prompt_progress_callback": _shifted(options.progress, len(token_ids) - len(ahead.rest)),
+            "logits_processors": _seeing_all(options.logits_processors, token_ids[: len(token_ids) - len(ahead.rest)]),
+            **caches.options.generate_options(),
+        }
+    else:
+        resolved, drafted = resolve_alike(caches, draft, prompt, reserve, options.hold_back)
+        ahead = resolved
+        to_store = [(caches, resolved, None), (draft, drafted, None)]
+        given = {
+            "draft_model": draft.model,
+            "num_draft_tokens": options.num_draft_tokens,
+            "prompt_cache": [*resolved.prompt_cache, *drafted.prompt_cache],
+            # With a draft model mlx-lm shows processors nothing of the prompt but its last token.
+            "logits_processors": _seeing_all(options.logits_processors, token_ids[:-1]),
+        }
+    n_cached, n_computed = resolved.match.n_tokens, len(resolved.rest)
     outcome.append(resolved)
     caches.session.count(cached_tokens=n_cached, computed_tokens=n_computed)
-    resolved, recorder = caches.follow(prompt, resolved, options.hold_back, options.prefill_step_size, options.progress)
-    token_ids = unpack_token_ids(prompt.token_ids)
-    n_done = len(token_ids) - len(resolved.rest)
     answer: list[int] = []
     ttft_s = 0.0
     done = False
     responses = stream_generate(
         caches.model,
         tokenizer,
-        resolved.rest,
+        ahead.rest,
         max_tokens=options.max_tokens,
         sampler=options.sampler,
-        prompt_cache=resolved.prompt_cache,
         prefill_step_size=options.prefill_step_size or caches.prefill_step_size,
-        prompt_progress_callback=_shifted(options.progress, n_done),
-        logits_processors=_seeing_all(options.logits_processors, token_ids[:n_done]),
-        **caches.options.generate_options(),
+        **given,
     )
     try:
         with closing(responses):
@@ -125,9 +151,30 @@ def stream(
         raise
     finally:
         if done:
-            caches.store_after_generation(
-                prompt, resolved, recorder, answer, keep=options.keep, hold_back=options.hold_back
-            )
+            for whose, made, recorder in to_store:
+                whose.store_after_generation(
+                    prompt, made, recorder, answer, keep=options.keep, hold_back=options.hold_back
+                )
+
+
+def resolve_alike(
+    caches: PromptCaches, draft: PromptCaches, prompt: EncodedPrompt, reserve: int, hold_back: int
+) -> tuple[Resolved, Resolved]:
+    """Return a model's and its draft model's prompt caches of the same prefix: both get the same rest.
+
+    Raises `ConfigError` for models whose caches mlx-lm can't trim, as speculative decoding must.
+    """
+    if not (caches.can_be_cut() and draft.can_be_cut()):
+        raise ConfigError("speculative decoding needs caches that can be trimmed: none with windows, states or kv_bits")
+    n_prompt = len(prompt.token_ids) // TOKEN_BYTES
+    n_tokens = min(whose.match(prompt, hold_back).n_tokens for whose in (caches, draft))
+    while True:
+        left = n_prompt - n_tokens
+        pair = tuple(whose.resolve(prompt, reserve=reserve, hold_back=left) for whose in (caches, draft))
+        lengths = [resolved.match.n_tokens for resolved in pair]
+        if lengths[0] == lengths[1]:
+            return pair[0], pair[1]
+        n_tokens = min(lengths)  # a shard failed: its model goes on from less
 
 
 def collect(

@@ -361,6 +361,8 @@ class BankedModel:
         reserve: int | None = None,
         hold_back: int = 0,
         keep: bool = False,
+        draft_model: BankedModel | None = None,
+        num_draft_tokens: int = 2,
         return_prompt_cache: bool = False,
         progress: Progress | None = None,
     ) -> generation.GenerationResult:
@@ -377,6 +379,9 @@ class BankedModel:
             hold_back: compute at least the last n tokens of the prompt.
             keep: store prompt and answer, so that a conversation goes on from the bank. Otherwise the shots of a
                 rendered few-shot prompt are stored, or the full chunks of any other prompt.
+            draft_model: a smaller model of the same tokenizer, for speculative decoding; its own prefixes are matched
+                and stored too, in its own namespace.
+            num_draft_tokens: how many tokens the draft model runs ahead.
             return_prompt_cache: give the live prompt cache with the result.
             progress: called with (prompt tokens processed, prompt tokens in all).
 
@@ -391,6 +396,8 @@ class BankedModel:
             reserve=reserve,
             hold_back=hold_back,
             keep=keep,
+            draft_model=draft_model,
+            num_draft_tokens=num_draft_tokens,
             progress=progress,
         )
         return generation.collect(
@@ -420,7 +427,18 @@ class BankedModel:
         if options.max_tokens == 0:
             raise ConfigError("max_tokens must not be 0: give a number of tokens, or -1 for no limit")
         encoded = self._encoder.encode(prompt)
-        return generation.stream(self._caches, self.tokenizer, encoded, options, started_at, outcome)
+        draft = options.draft_model
+        if draft is not None and not isinstance(draft, BankedModel):
+            raise ConfigError("draft_model must be a BankedModel: load or attach it to a bank first")
+        return generation.stream(
+            self._caches,
+            self.tokenizer,
+            encoded,
+            options,
+            started_at,
+            outcome,
+            None if draft is None else draft._caches,
+        )
 
 
 def _cache_options(kv_options: Mapping[str, Any]) -> CacheOptions:

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache
 
 from prefixbank.chunking import TOKEN_BYTES, pack_token_ids, unpack_token_ids
 from prefixbank.errors import ConfigError, PrefixBankError, UnsupportedCacheError
@@ -29,6 +30,9 @@ __all__ = ["Lease", "PromptCaches", "Resolved"]
 
 REASON_UNSUPPORTED = "unsupported"
 REASON_UNAVAILABLE = "unavailable"
+
+_NOT_TRIMMABLE = (ArraysCache, CacheList, RotatingKVCache)
+"""Caches that mlx-lm can't cut back whatever they hold; a list may hold such."""
 
 Progress = Callable[[int, int], None]
 
@@ -76,6 +80,14 @@ class PromptCaches:
         self.identity = identity
         self.options = options
         self.prefill_step_size = prefill_step_size
+
+    def can_be_cut(self) -> bool:
+        """Tell whether the model's caches can be cut back, so that a draft model may run ahead."""
+        if self.options.kv_bits is not None:
+            return False  # mlx-lm quantises copies of the list there: what it made could not be stored
+        return not any(
+            isinstance(layer_cache, _NOT_TRIMMABLE) for layer_cache in new_prompt_cache(self.model, self.options)
+        )
 
     def introduce(self) -> None:
         """Identify the model now, so that what keeps it out of the bank is said when it is loaded.
@@ -269,8 +281,9 @@ class PromptCaches:
         whole = encoded.token_ids + pack_token_ids(answer)
         token_ids = whole if keep else whole[: n_tokens * TOKEN_BYTES]
         # mlx-lm has run every token that it gave out through the model, the last one included.
+        n_held = n_prompt + len(answer) if recorder is not None else None
         if len(token_ids) // TOKEN_BYTES > resolved.match.n_tokens:
-            self.try_store(token_ids, resolved.prompt_cache, n_prompt + len(answer), recorder)
+            self.try_store(token_ids, resolved.prompt_cache, n_held, recorder)
 
     def what(self, encoded: EncodedPrompt, found: Match) -> tuple[str, str, bytes] | None:
         """Return what a prompt cache of the match is kept in memory under: whose it is, and its very token ids.

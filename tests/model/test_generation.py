@@ -8,9 +8,20 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm import generate
+from mlx_lm.models.cache import KVCache
 
-from prefixbank import BankWarning, ConfigError, Example, FewShotPrompt, PrefixBank, PromptError
-from tests.model.tiny import random_ids
+from prefixbank import (
+    BankWarning,
+    ConfigError,
+    Example,
+    FewShotPrompt,
+    PrefixBank,
+    PromptError,
+    UnsupportedCacheError,
+    register_cache_kind,
+)
+from prefixbank.kvcache.kinds import KVCacheKind
+from tests.model.tiny import build_model, random_ids
 
 SHOTS = FewShotPrompt(
     instructions="Say whether the review is positive.",
@@ -183,24 +194,49 @@ def test_unusable_prompts_are_refused(prompt: Any, llm: Any) -> None:
         llm.generate(prompt, max_tokens=3)
 
 
-def test_unsupported_cache_is_said_once_and_generation_goes_on(small_bank: PrefixBank, tokenizer: Any) -> None:
-    from prefixbank import UnsupportedCacheError
-    from tests.model.tiny import build_model
+class StrangeCache(KVCache):
+    """A cache class that nobody registered: even what inherits from a known one may hold other state."""
 
-    for name, class_name in (("llama_sliding", "RotatingKVCache"), ("mamba2", "ArraysCache")):
-        model = build_model(name)
-        prompt = random_ids(60)
-        text = generate(model, tokenizer, prompt, max_tokens=6)
-        with pytest.warns(BankWarning, match=class_name) as caught:
-            llm = small_bank.attach(model, tokenizer)
-            assert llm.generate(prompt, max_tokens=6).text == text
-            result = llm.generate(prompt, max_tokens=6)
-        assert len(caught) == 1
-        assert (result.text, result.cached_tokens, result.match.reason) == (text, 0, "unsupported")
-        assert small_bank.stats().unsupported[class_name] >= 2
-        with pytest.raises(UnsupportedCacheError, match=class_name):
-            llm.warm(prompt)
+
+def test_unsupported_cache_is_said_once_and_generation_goes_on(small_bank: PrefixBank, tokenizer: Any) -> None:
+    model = build_model()
+    object.__setattr__(model, "make_cache", lambda: [StrangeCache() for _ in model.layers])
+    prompt = random_ids(60)
+    text = generate(model, tokenizer, prompt, max_tokens=6)
+    with pytest.warns(BankWarning, match="StrangeCache") as caught:
+        llm = small_bank.attach(model, tokenizer)
+        assert llm.generate(prompt, max_tokens=6).text == text
+        result = llm.generate(prompt, max_tokens=6)
+        with llm.checkout(prompt) as lease:
+            assert lease.rest == prompt
+        assert llm.prefill(prompt).computed_tokens == 59
+    assert len(caught) == 1
+    assert (result.text, result.cached_tokens, result.match.reason) == (text, 0, "unsupported")
+    assert small_bank.stats().unsupported["StrangeCache"] >= 2
+    with pytest.raises(UnsupportedCacheError, match="StrangeCache"):
+        llm.warm(prompt)
     assert small_bank.chunks() == []
+
+
+def test_registered_cache_class_of_a_third_party_is_stored(small_bank: PrefixBank, tokenizer: Any) -> None:
+    class OwnCache(KVCache):
+        pass
+
+    class OwnCacheKind(KVCacheKind):
+        name = "own-kv"
+        cache_class = OwnCache
+
+    model = build_model()
+    object.__setattr__(model, "make_cache", lambda: [OwnCache() for _ in model.layers])
+    register_cache_kind(OwnCacheKind())
+    llm = small_bank.attach(model, tokenizer)
+    prompt = random_ids(40)
+    cold = generate(model, tokenizer, prompt, max_tokens=6)
+    llm.warm(prompt)
+    assert type(llm.resolve(prompt).prompt_cache[0]) is OwnCache
+    assert llm.generate(prompt, max_tokens=6).text == cold
+    with pytest.raises(UnsupportedCacheError, match="no RowKind"):
+        register_cache_kind(object())  # type: ignore[arg-type]
 
 
 def test_larger_than_the_budget_is_refused_with_a_warning(bank_root: Any, llama: Any, tokenizer: Any) -> None:
@@ -215,3 +251,44 @@ def test_larger_than_the_budget_is_refused_with_a_warning(bank_root: Any, llama:
             llm.warm(prompt, name="small")
         assert llm.match([*prompt, 1]).n_tokens == 16
         assert bank.stats().disk_bytes <= 30_000
+
+
+def test_draft_model_works_from_the_bank_in_its_own_namespace(llm: Any, small_bank: PrefixBank) -> None:
+    draft = small_bank.attach(build_model(seed=7), llm.tokenizer)
+    shared = random_ids(40)
+    prompts = [shared + random_ids(8, seed=seed) for seed in range(3)]
+    for n_prompt, prompt in enumerate(prompts):
+        cold = generate(llm.model, llm.tokenizer, prompt, max_tokens=12)
+        result = llm.generate(prompt, max_tokens=12, draft_model=draft, num_draft_tokens=3)
+        assert result.text == cold
+        assert result.cached_tokens == (40 if n_prompt else 0)
+    assert draft.match(prompts[0]).n_tokens == 47
+    assert {usage.n_chunks for usage in small_bank.namespaces()} == {3 * 1 + 2}
+    # Where the two know different lengths, both go on from the shorter one.
+    llm.warm(prompts[0])
+    result = llm.generate(prompts[0], max_tokens=12, draft_model=draft, logits_processors=[lambda ids, logits: logits])
+    assert result.text == generate(llm.model, llm.tokenizer, prompts[0], max_tokens=12)
+
+
+def test_draft_model_sees_to_it_that_processors_get_all_tokens(llm: Any, small_bank: PrefixBank) -> None:
+    draft = small_bank.attach(build_model(seed=7), llm.tokenizer)
+    prompt = random_ids(40)
+    seen: list[list[int]] = []
+
+    def processor(token_ids: mx.array, logits: mx.array) -> mx.array:
+        seen.append(token_ids.tolist())
+        return logits
+
+    llm.warm(prompt[:30])
+    llm.generate(prompt, max_tokens=3, draft_model=draft, logits_processors=[processor])
+    assert all(token_ids[:40] == prompt for token_ids in seen)
+
+
+def test_draft_model_without_bank_and_caches_that_can_not_be_trimmed_are_refused(
+    llm: Any, small_bank: PrefixBank
+) -> None:
+    with pytest.raises(ConfigError, match="BankedModel"):
+        llm.generate([1, 2, 3], draft_model=llm.model)
+    windowed = small_bank.attach(build_model("llama_sliding"), llm.tokenizer)
+    with pytest.raises(ConfigError, match="trimmed"):
+        llm.generate([1, 2, 3], draft_model=windowed)

@@ -41,9 +41,22 @@ def prefix_states(token_ids: Sequence[int], flavour: bytes) -> list[bytes]:
     return states
 
 
+class RowsOnly:
+    """Be a source that knows all rows, and no states of recurrent layers."""
+
+    def has_rows(self, start: int, n_tokens: int) -> bool:
+        return True
+
+    def state_ends(self) -> list[int]:
+        return []
+
+    def state_runs(self, end: int) -> Iterator[Rows]:
+        raise AssertionError("states were asked for where there are none")
+
+
 @dataclass
-class FakeSource:
-    """Give out made-up rows as `kvcache.capture.CapturedCache` gives real ones; count how often it is asked."""
+class FakeSource(RowsOnly):
+    """Give out made-up rows as `kvcache.capture.CacheRecorder` gives real ones; count how often it is asked."""
 
     token_ids: Sequence[int]
     flavour: bytes = b"A"

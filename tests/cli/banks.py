@@ -16,6 +16,7 @@ from prefixbank.bank import PrefixBank
 from prefixbank.chunking import pack_token_ids, root_key
 from prefixbank.layout import CacheLayout, LayerLayout, RowArray
 from prefixbank.values import Namespace, PrefixRecord
+from tests.fakekv import RowsOnly
 
 LAYER = LayerLayout("rows", (), (RowArray("keys", "F16", 2, 8), RowArray("values", "F16", 2, 8)))
 LAYOUT = CacheLayout((LAYER, LAYER))
@@ -51,7 +52,7 @@ class Outcome:
         return document  # type: ignore[no-any-return]
 
 
-class Rows:
+class Rows(RowsOnly):
     """Give out rows of bytes as a live prompt cache would."""
 
     def runs(self, start: int, n_tokens: int) -> Iterator[Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from prefixbank.bank import PrefixBank
+from prefixbank.schema import HEAD_REVISION
 from tests.cli.banks import FINGERPRINTS, FilledBank, Outcome, digest_of
 
 Run = Callable[..., Outcome]
@@ -184,9 +187,13 @@ def test_prune_sweeps_old_files_that_no_row_names(run: Run, filled: FilledBank) 
 
 def test_migrate_says_that_a_current_index_is_current(run: Run, filled: FilledBank) -> None:
     before = digest_of(filled.root)
-    assert run("migrate").out == f"{filled.root} has the newest schema, 0001\n"
+    assert run("migrate").out == f"{filled.root} has the newest schema, {HEAD_REVISION}\n"
     document = run("migrate", "--json").document
-    assert (document["from_revision"], document["to_revision"], document["changed"]) == ("0001", "0001", False)
+    assert (document["from_revision"], document["to_revision"], document["changed"]) == (
+        HEAD_REVISION,
+        HEAD_REVISION,
+        False,
+    )
     assert digest_of(filled.root) == before
 
 
@@ -195,9 +202,23 @@ def test_migrate_brings_an_older_index_to_the_newest_schema(run: Run, filled: Fi
     index.write_bytes(b"")  # the oldest there is: made, and not yet filled
     assert run("ls").code == 12
     planned = run("migrate", "-n", "--json").document
-    assert (planned["from_revision"], planned["to_revision"], planned["changed"]) == (None, "0001", True)
+    assert (planned["from_revision"], planned["to_revision"], planned["changed"]) == (None, HEAD_REVISION, True)
     assert index.read_bytes() == b""
-    assert run("migrate").out == f"{filled.root} went from schema (empty) to 0001\n"
+    assert run("migrate").out == f"{filled.root} went from schema (empty) to {HEAD_REVISION}\n"
     assert run("ls").code == 0
     with PrefixBank.open(filled.root) as bank:
         assert bank.chunks() == []
+
+
+def test_migrate_keeps_what_an_index_of_the_first_schema_holds(run: Run, filled: FilledBank) -> None:
+    with closing(sqlite3.connect(filled.root / "index.sqlite3")) as index:
+        index.execute("ALTER TABLE chunks DROP COLUMN has_state")
+        index.execute("UPDATE alembic_version SET version_num = '0001'")
+        index.commit()
+    refused = run("ls")
+    assert (refused.code, "run `prefixbank migrate`" in refused.err) == (12, True)
+    document = run("migrate", "--json").document
+    assert (document["from_revision"], document["to_revision"]) == ("0001", HEAD_REVISION)
+    with PrefixBank.open(filled.root) as bank:
+        assert len(bank.chunks()) == 7
+        assert bank.check(read_data=True).ok

@@ -76,8 +76,14 @@ class BankedModel:
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self.label = label
         self._encoder = PromptEncoder(self.tokenizer)
-        identity = ModelIdentity(model, label=label, options=options, salt=salt, file_parts=file_parts)
-        self._caches = PromptCaches(session, model, identity, options, prefill_step_size)
+
+        def caches(options: CacheOptions, below: PromptCaches | None) -> PromptCaches:
+            identity = ModelIdentity(model, label=label, options=options, salt=salt, file_parts=file_parts)
+            return PromptCaches(session, model, identity, options, prefill_step_size, below)
+
+        quantised_later = options.kv_bits is not None and options.quantized_kv_start > 0
+        below = caches(CacheOptions(max_kv_size=options.max_kv_size), None) if quantised_later else None
+        self._caches = caches(options, below)
         self._session = session
         self._caches.introduce()
         if loading.computes_without_blas():
@@ -284,9 +290,9 @@ class BankedModel:
             raise PromptError("the prompts share no token, or all are held back: there is nothing to warm")
         if pin and name is None:
             raise ConfigError("a pin needs a name: give name=")
-        namespace, _ = self._caches.identify()
         n_tokens = len(packed) // TOKEN_BYTES
-        found = self._session.match(namespace, packed, n_tokens)
+        namespace, _ = self._caches.for_length(n_tokens).identify()
+        found = self._caches.find(packed, n_tokens)
         stored = Stored(found.n_tokens, found.chunks[-1].key if found.chunks else None)
         n_cached = found.n_tokens
         if self._session.read_only and (n_cached < n_tokens or name is not None):

@@ -72,9 +72,12 @@ class PromptCaches:
         identity: ModelIdentity,
         options: CacheOptions,
         prefill_step_size: int,
+        below: PromptCaches | None = None,
     ) -> None:
+        """Work for one model; `below` for its prefixes that are too short to be quantised yet, if there are such."""
         if prefill_step_size < 1:
             raise ConfigError(f"prefill_step_size={prefill_step_size} must be at least 1")
+        self._below = below
         self.session = session
         self.model = model
         self.identity = identity
@@ -95,7 +98,11 @@ class PromptCaches:
         Raises `ConfigError` for options that do not fit the model.
         """
         try:
-            self.identify()
+            _, layout = self.identify()
+            if self._below is not None:
+                if CacheRecorder(layout).must_follow:
+                    raise ConfigError("this model's caches can't be quantised later: leave quantized_kv_start at 0")
+                self._below.introduce()
         except ConfigError:
             raise
         except PrefixBankError as exc:
@@ -105,6 +112,20 @@ class PromptCaches:
         """Return whose KV the model's is now. Raises `UnsupportedCacheError` and the bank's errors."""
         return self.identity.identify(self.session)
 
+    def for_length(self, n_tokens: int) -> PromptCaches:
+        """Return who keeps prefixes of that many tokens: quantised caches have other namespaces than those before."""
+        if self._below is not None and n_tokens < self.options.quantized_kv_start:
+            return self._below
+        return self
+
+    def find(self, token_ids: bytes, limit: int) -> Match:
+        """Return how much of packed token ids is stored, `limit` tokens at most. Raises the bank's errors."""
+        found = self.session.match(self.identify()[0], token_ids, limit)
+        if self._below is None or self.for_length(found.n_tokens) is self:
+            return found
+        limit = min(limit, self.options.quantized_kv_start - 1)
+        return self.session.match(self._below.identify()[0], token_ids, limit)
+
     def match(self, encoded: EncodedPrompt, hold_back: int) -> Match:
         """Return how much of a prompt is stored, but for the last token and the last `hold_back` ones."""
         if hold_back < 0:
@@ -113,7 +134,7 @@ class PromptCaches:
         limit = max(n_tokens - max(hold_back, 1), 0)
         self.session.count(matches=1)
         try:
-            return self.session.match(self.identify()[0], encoded.token_ids, limit)
+            return self.find(encoded.token_ids, limit)
         except PrefixBankError as exc:
             self.warn_of(exc, "match")
             reason = REASON_UNSUPPORTED if isinstance(exc, UnsupportedCacheError) else REASON_UNAVAILABLE
@@ -130,7 +151,8 @@ class PromptCaches:
         seed: Sequence[Any] = ()
         if found.n_tokens:
             try:
-                loaded = self.session.load(found, self.identity.layout, reserve)
+                layout = self.for_length(found.n_tokens).identity.layout
+                loaded = self.session.load(found, layout, reserve)
             except (PrefixBankError, RuntimeError) as exc:  # RuntimeError: MLX has no memory left
                 self.warn_of(exc, "load")
                 found = replace(found, n_tokens=0, n_bytes=0, reason=REASON_UNAVAILABLE, chunks=())
@@ -143,12 +165,14 @@ class PromptCaches:
         return Resolved(prompt_cache, unpack_token_ids(token_ids[found.n_tokens * TOKEN_BYTES :]), found, seed=seed)
 
     def recorder(self, resolved: Resolved) -> CacheRecorder | None:
-        """Return a recorder of what will be computed behind a resolved prefix; None where nothing can be stored."""
+        """Return a recorder of what will be computed behind a resolved prefix; None where none is needed."""
         try:
             _, layout = self.identify()
         except PrefixBankError:  # said when the prompt was matched
             return None
-        return None if self.session.read_only else CacheRecorder(layout, resolved.seed or None)
+        if self.session.read_only or self._below is not None:  # caches to be quantised hold everything themselves
+            return None
+        return CacheRecorder(layout, resolved.seed or None)
 
     def compute(
         self,
@@ -198,12 +222,15 @@ class PromptCaches:
         The cache holds `n_held` tokens; None asks the cache, or where that does not know takes all token ids.
         `recorder` has followed its making.
         """
-        namespace, layout = self.identify()
         n_counted = n_cached_tokens(prompt_cache)
         if n_held is None:
             n_held = len(token_ids) // TOKEN_BYTES if n_counted is None else n_counted
         if n_held == 0:
             return Stored(0, None)
+        whose = self.for_length(n_held)
+        if whose is not self.for_length(len(token_ids) // TOKEN_BYTES):
+            return Stored(0, None)  # what is shorter than the start is kept as it was before it was quantised
+        namespace, layout = whose.identify()
         recorder = recorder or CacheRecorder(layout)
         recorder.finish(prompt_cache, n_held)
         return self.session.store(namespace, token_ids[: n_held * TOKEN_BYTES], recorder)
@@ -247,10 +274,11 @@ class PromptCaches:
 
         Returns the rest still to compute and the recorder; None where the finished cache will hold everything itself.
         """
+        if self._below is not None and not self.session.read_only:
+            return self._store_before_quantising(encoded, resolved, hold_back, prefill_step_size), None
         recorder = self.recorder(resolved)
         if recorder is None or not recorder.must_follow:
             return resolved, None
-        n_prompt = len(encoded.token_ids) // TOKEN_BYTES
         boundaries = self.parting(resolved.match)
         if encoded.n_shared_tokens is not None:
             boundaries.add(encoded.n_shared_tokens)
@@ -262,6 +290,19 @@ class PromptCaches:
         whole = None if progress is None else lambda done, _: progress(done, n_prompt)
         self.compute(resolved.prompt_cache, token_ids, start, n_last, prefill_step_size, whole, recorder, boundaries)
         return replace(resolved, rest=token_ids[n_last:], computed_tokens=n_last - start), recorder
+
+    def _store_before_quantising(
+        self, encoded: EncodedPrompt, resolved: Resolved, hold_back: int, prefill_step_size: int | None
+    ) -> Resolved:
+        """Compute and store what is to be stored, if the cache is not quantised by then; returns what is left."""
+        n_last = min(self.n_to_store(encoded, hold_back), len(encoded.token_ids) // TOKEN_BYTES - 1)
+        start = resolved.match.n_tokens
+        if n_last <= start or self.for_length(n_last) is self:
+            return resolved
+        token_ids = unpack_token_ids(encoded.token_ids)
+        self.compute(resolved.prompt_cache, token_ids, start, n_last, prefill_step_size, None)
+        self.try_store(encoded.token_ids[: n_last * TOKEN_BYTES], resolved.prompt_cache, n_last)
+        return replace(resolved, rest=token_ids[n_last:], computed_tokens=n_last - start)
 
     def store_after_generation(
         self,
@@ -290,7 +331,7 @@ class PromptCaches:
 
         None where it can't be kept: nothing matches, or a used cache can't be cut back to the match.
         """
-        if not found.n_tokens:
+        if not found.n_tokens or self._below is not None:
             return None
         namespace, layout = self.identify()
         if not can_be_cut(layout):

@@ -50,9 +50,9 @@ def digest_parameters(model: nn.Module) -> str:
 def live_arrays(model: nn.Module) -> list[mx.array]:
     """Return the arrays that the model computes with, in a fixed order, without reading them.
 
-    Comparing two such lists by identity shows that weights were swapped, converted or trained in the usual way
-    (`update`, `load_weights`, `set_dtype`, LoRA layers). It does not show what writes into an array in place, as a
-    compiled training step does.
+    Comparing two such lists by identity shows that weights were swapped, converted, fused or trained (`update`,
+    `load_weights`, `set_dtype`, LoRA layers, compiled training steps). It does not show what is assigned to a part of
+    an array (`weight[0] = ...`).
     """
     arrays: list[mx.array] = []
     pending: list[Any] = [model]

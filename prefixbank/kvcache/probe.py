@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -26,8 +26,9 @@ KV_GROUP_SIZES = (32, 64, 128)
 class CacheOptions:
     """Say how the prompt cache is made, with mlx-lm's names.
 
-    `kv_bits=None` leaves it as the model makes it. `max_kv_size` gives models that bring no cache of their own a window
-    of that many tokens, of which the first four are kept.
+    `kv_bits=None` leaves it as the model makes it; else it is quantised once it holds `quantized_kv_start` tokens.
+    `max_kv_size` gives models that bring no cache of their own a window of that many tokens, of which the first four
+    are kept.
     """
 
     kv_bits: int | None = None
@@ -41,10 +42,11 @@ class CacheOptions:
         if self.kv_group_size not in KV_GROUP_SIZES:
             known = ", ".join(map(str, KV_GROUP_SIZES))
             raise ConfigError(f"kv_group_size={self.kv_group_size} is unknown: use one of {known}")
-        if self.kv_bits is not None and self.quantized_kv_start != 0:
-            raise ConfigError(
-                "quantized_kv_start must be 0 with a bank: later starts mix two cache classes in one prefix"
-            )
+        if self.kv_bits is None:  # the others mean nothing then, and must not tell models apart
+            object.__setattr__(self, "kv_group_size", 64)
+            object.__setattr__(self, "quantized_kv_start", 0)
+        if self.quantized_kv_start < 0:
+            raise ConfigError(f"quantized_kv_start={self.quantized_kv_start} must not be negative")
 
     def generate_options(self) -> dict[str, int]:
         """Return the options as keyword arguments for `mlx_lm.stream_generate`; {} without quantisation."""
@@ -96,7 +98,8 @@ def probe_layout(model: nn.Module, options: CacheOptions) -> CacheLayout:
 
 
 def _quantize_probe(prompt_cache: list[Any], options: CacheOptions) -> None:
+    """Quantise a cache of one token as one of `quantized_kv_start` tokens will be."""
     try:
-        quantize(prompt_cache, options)
+        quantize(prompt_cache, replace(options, quantized_kv_start=0))
     except ValueError as exc:
         raise ConfigError(f"this model's KV can't be quantised so: {exc}") from exc

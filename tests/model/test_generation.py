@@ -183,7 +183,7 @@ def test_bad_options_are_refused_before_anything_runs(llm: Any, small_bank: Pref
     with pytest.raises(ConfigError, match="temperature"):
         llm.stream_generate([1, 2], temperature=1)
     with pytest.raises(ConfigError, match="quantized_kv_start"):
-        small_bank.attach(llm.model, llm.tokenizer, kv_bits=4, quantized_kv_start=5000)
+        small_bank.attach(llm.model, llm.tokenizer, kv_bits=4, quantized_kv_start=-1)
     with pytest.raises(ConfigError, match="kv_bit"):
         small_bank.attach(llm.model, llm.tokenizer, kv_bit=4)
 

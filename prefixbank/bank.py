@@ -136,8 +136,9 @@ class PrefixBank:
             salt: keeps what is stored apart from what is stored with another salt.
             precision: `"model"` leaves the weights as they are; `"float32"` turns them into float32; `"auto"` does that
                 where mlx runs on the CPU and the weights are half-precision, which is unusably slow there.
-            options: `kv_bits`, `kv_group_size`, `quantized_kv_start`, `prefill_step_size`, `tokenizer_config`,
-                `trust_remote_code`.
+            options: `kv_bits`, `kv_group_size`, `quantized_kv_start` and `max_kv_size` as in mlx-lm;
+                `prefill_step_size`; `state_every_chunks` to keep the states of recurrent layers each so many chunks
+                too (0: not); `tokenizer_config`; `trust_remote_code`.
 
         Raises `ConfigError` for a model that can't be loaded. A model whose cache can't be stored is loaded all the
         same, with one warning: it works without the bank.

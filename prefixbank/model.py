@@ -70,6 +70,7 @@ class BankedModel:
         salt: str | bytes,
         options: CacheOptions,
         prefill_step_size: int,
+        state_every_chunks: int,
         file_parts: Mapping[str, object] | None,
     ) -> None:
         self.model = model
@@ -84,6 +85,9 @@ class BankedModel:
         quantised_later = options.kv_bits is not None and options.quantized_kv_start > 0
         below = caches(CacheOptions(max_kv_size=options.max_kv_size), None) if quantised_later else None
         self._caches = caches(options, below)
+        if state_every_chunks < 0:
+            raise ConfigError(f"state_every_chunks={state_every_chunks} must not be negative")
+        self._caches.state_every_chunks = state_every_chunks
         self._session = session
         self._caches.introduce()
         if loading.computes_without_blas():
@@ -101,6 +105,7 @@ class BankedModel:
         tokenizer_config: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
         prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE,
+        state_every_chunks: int = 0,
         **kv_options: Any,
     ) -> Self:
         """Load a model; see `PrefixBank.load_model`."""
@@ -130,6 +135,7 @@ class BankedModel:
             salt=salt,
             options=options,
             prefill_step_size=prefill_step_size,
+            state_every_chunks=state_every_chunks,
             file_parts={**parts, "loaded_as": loaded_as},
         )
 
@@ -142,6 +148,7 @@ class BankedModel:
         *,
         salt: str | bytes = b"",
         prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE,
+        state_every_chunks: int = 0,
         **kv_options: Any,
     ) -> Self:
         """Attach a loaded model; see `PrefixBank.attach`."""
@@ -153,6 +160,7 @@ class BankedModel:
             salt=salt,
             options=_cache_options(kv_options),
             prefill_step_size=prefill_step_size,
+            state_every_chunks=state_every_chunks,
             file_parts=None,
         )
 

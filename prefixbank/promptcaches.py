@@ -82,6 +82,7 @@ class PromptCaches:
         self.model = model
         self.identity = identity
         self.options = options
+        self.state_every_chunks = 0
         self.prefill_step_size = prefill_step_size
 
     def can_be_cut(self) -> bool:
@@ -187,8 +188,11 @@ class PromptCaches:
     ) -> None:
         """Run the tokens `[start, end)` through the model in steps that end at chunk boundaries.
 
-        Steps also end at the given boundaries, and there the recorder takes the states of recurrent layers.
+        Steps also end at the given boundaries and each `state_every_chunks` chunks, and there the recorder takes the
+        states of recurrent layers.
         """
+        every = self.state_every_chunks * self.session.chunk_tokens
+        boundaries = {*boundaries, *(range(every, end + 1, every) if every else ())}
         step = prefill_step_size or self.prefill_step_size
         if step < 1:
             raise ConfigError(f"prefill_step_size={step} must be at least 1")
@@ -279,6 +283,7 @@ class PromptCaches:
         recorder = self.recorder(resolved)
         if recorder is None or not recorder.must_follow:
             return resolved, None
+        n_prompt = len(encoded.token_ids) // TOKEN_BYTES
         boundaries = self.parting(resolved.match)
         if encoded.n_shared_tokens is not None:
             boundaries.add(encoded.n_shared_tokens)

@@ -145,7 +145,7 @@ class CacheRecorder:
             for pieces, rows in zip(self._pieces, bits, strict=True):
                 if rows is not None:
                     pieces.append(Piece(start, stop, np.array(rows, copy=False)[0]))
-        if with_state:
+        if with_state and self._layout.has_state:
             self._states[stop] = self._state_bits(prompt_cache)
 
     def finish(self, prompt_cache: Sequence[Any], n_tokens: int) -> None:

@@ -8,15 +8,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten, tree_map
+from mlx.optimizers import SGD
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm import generate
 from mlx_lm.models.cache import ConcatenateKVCache, make_prompt_cache
-from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
 from prefixbank import FingerprintMismatchError, PrefixBank
 from tests.model.tiny import build_model, random_ids
@@ -97,6 +100,43 @@ def test_adapters_keep_apart_and_a_retrained_one_misses(
     assert small_bank.load_model(folder, adapter_path=adapters[0]).match(prompt).n_tokens == 0
     save_adapter(adapters[1], seed=2, scale=1.0)
     assert small_bank.load_model(folder, adapter_path=adapters[1]).match(prompt).n_tokens == 0
+
+
+def test_adapters_loaded_swapped_trained_and_fused_in_a_live_model_miss(
+    small_bank: PrefixBank, save_tiny: SaveTiny, tmp_path: Path
+) -> None:
+    prompt = random_ids(60)
+    llm = small_bank.load_model(save_tiny())
+    adapters = [save_adapter(tmp_path / f"adapter{seed}", seed=seed) for seed in (1, 2)]
+
+    def misses_and_is_right() -> bool:
+        cold = generate(llm.model, llm.tokenizer, prompt, max_tokens=6)
+        missed = llm.match(prompt).n_tokens == 0
+        llm.warm(prompt)
+        return missed and llm.generate(prompt, max_tokens=6).text == cold and llm.match(prompt).n_tokens == 59
+
+    assert misses_and_is_right()
+    load_adapters(llm.model, str(adapters[0]))
+    llm.model.eval()
+    assert misses_and_is_right()
+    llm.model.load_weights(str(adapters[1] / "adapters.safetensors"), strict=False)
+    assert misses_and_is_right()
+
+    optimizer = SGD(0.1)
+    state = [llm.model.state, optimizer.state]
+
+    @partial(mx.compile, inputs=state, outputs=state)
+    def train(token_ids: mx.array) -> mx.array:
+        loss, gradients = nn.value_and_grad(llm.model, lambda m, ids: m(ids).square().mean())(llm.model, token_ids)
+        optimizer.update(llm.model, gradients)
+        return loss
+
+    train(mx.array(prompt)[None])
+    mx.eval(state)
+    assert misses_and_is_right()
+    fused = [(name, module.fuse()) for name, module in llm.model.named_modules() if hasattr(module, "fuse")]
+    llm.model.update_modules(tree_unflatten(fused))
+    assert misses_and_is_right()
 
 
 def test_weights_swapped_in_a_live_model_miss(small_bank: PrefixBank, tokenizer: Any, save_tiny: SaveTiny) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm import batch_generate, generate
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from prefixbank import PrefixBank
 from prefixbank.kvcache.capture import describe, leaf_caches
@@ -110,6 +112,67 @@ def test_recurrent_layers_hit_from_the_second_prompt_on_where_the_shots_were_dec
     assert [result.cached_tokens for result in results] == [0, n_shared, n_shared]
     for query, result in zip(("a great soup", "the film", "my bike"), results, strict=True):
         assert result.text == generate(llm.model, tokenizer, llm.encode(SHOTS.render(query)), max_tokens=4)
+
+
+def test_shots_of_1500_tokens_hit_from_the_third_prompt_on(
+    models: dict[str, Any], tokenizer: Any, bank_root: Path
+) -> None:
+    """With chunks of 256 the place where the prompts part lies inside one, and so do 700 tokens of their own."""
+    with PrefixBank.open(bank_root) as bank:
+        llm = bank.attach(models["mamba2"], tokenizer)
+        prompts = [random_ids(1500) + random_ids(700, seed=seed) for seed in range(2, 6)]
+        results = [llm.generate(prompt, max_tokens=2) for prompt in prompts]
+        assert [result.cached_tokens for result in results] == [0, 0, 1500, 1500]
+        assert [result.computed_tokens for result in results] == [2200, 2200, 700, 700]
+        assert bank.check(read_data=True).ok
+
+
+def test_states_can_be_kept_each_few_chunks(models: dict[str, Any], tokenizer: Any, small_bank: PrefixBank) -> None:
+    llm = small_bank.attach(models["falcon_h1"], tokenizer, state_every_chunks=2)
+    llm.generate(random_ids(150), max_tokens=2)
+    assert sorted(c.end for c in small_bank.chunks() if c.has_state) == [32, 64, 96, 128]
+    prompt = random_ids(150)[:77] + random_ids(20, seed=3)
+    cold = generate(llm.model, tokenizer, prompt, max_tokens=6)
+    hit = llm.generate(prompt, max_tokens=6)
+    assert (hit.cached_tokens, hit.text) == (64, cold)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_keep_no_states(name: str, models: dict[str, Any], tokenizer: Any, small_bank: PrefixBank) -> None:
+    llm = small_bank.attach(models[name], tokenizer, state_every_chunks=1)
+    llm.warm(random_ids(40))
+    llm.warm(random_ids(45))
+    assert [(c.end, c.has_state) for c in small_bank.chunks()] == [(16, False), (32, False), (45, False)]
+
+
+def test_layers_without_cache_and_empty_members_are_taken_as_they_are(
+    models: dict[str, Any], tokenizer: Any, small_bank: PrefixBank
+) -> None:
+    """A model that wraps each layer's cache into nested lists, beside an empty member and a layer without any."""
+    inner = models["llama"]
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+            self.layers = inner.layers
+
+        def make_cache(self) -> list[Any]:
+            return [CacheList(CacheList(KVCache()), ArraysCache(3)), CacheList(KVCache(), KVCache()), None]
+
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            return inner(inputs, cache=None if cache is None else [cache[0][0][0], cache[1][0]])
+
+    model = Wrapped()
+    llm = small_bank.attach(model, tokenizer)
+    assert [path for path, _ in llm.layout.leaves()] == ["0.0.0", "0.1", "1.0", "1.1", "2"]
+    prompt = random_ids(40)
+    live = llm.prefill(prompt)
+    hit = llm.resolve(prompt)
+    assert hit.cached_tokens == 39
+    assert hit.prompt_cache[2] is None
+    assert hit.prompt_cache[1][1].empty()
+    assert same_bits(go_on(model, hit.prompt_cache, [7]), go_on(model, live.prompt_cache, [7]))
 
 
 def test_states_behind_each_example_serve_ablations(

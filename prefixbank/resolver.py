@@ -108,6 +108,7 @@ def match(index: Index, namespace: Namespace, token_ids: bytes, chunk_tokens: in
         if rest_on_states(namespace.layout):
             chain = _to_last_state(tx, namespace, chain, usable)
             n_tokens = chain[-1].end if chain else 0
+            n_known_tokens = max(n_known_tokens, n_tokens)  # it may not have been among the candidates
     if n_tokens == limit and n_tokens:
         reason = REASON_ALL
     elif n_known_tokens > n_tokens:
@@ -138,16 +139,15 @@ def _to_last_state(
     """Return the chunks up to the last place at which states were stored, the one with the states last."""
     if not usable:
         return []
-    ends: dict[ChunkKey | None, int] = {record.key: record.end for record in chain}
-    ends[None] = 0
+
+    def is_whole(record: ChunkRecord) -> bool:
+        return record.token_ids == usable[record.start * TOKEN_BYTES : record.end * TOKEN_BYTES]
+
+    whole = [record for record in chain if is_whole(record)]  # the last one may part from the prompt inside
+    ends: dict[ChunkKey | None, int] = {None: 0} | {record.key: record.end for record in whole}
     first_token = unpack_token_ids(usable[:TOKEN_BYTES])[0]
-    found = chunk_rows.with_state(tx, namespace.id, [record.key for record in chain], first_token)
-    proven = [
-        record
-        for record in found
-        if ends.get(record.parent_key) == record.start
-        and record.token_ids == usable[record.start * TOKEN_BYTES : record.end * TOKEN_BYTES]
-    ]
+    found = chunk_rows.with_state(tx, namespace.id, [record.key for record in whole], first_token)
+    proven = [record for record in found if ends.get(record.parent_key) == record.start and is_whole(record)]
     if not proven:
         return []
     last = max(proven, key=lambda record: record.end)

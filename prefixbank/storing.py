@@ -74,11 +74,15 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """Hold one chunk that is to be stored: its record but for the file, and the head of its shard."""
+    """Hold one chunk that is to be stored: its record but for the file, and the head of its shard.
+
+    `row` is the same chunk without states, where it is there and the draft is to take its place.
+    """
 
     record: ChunkRecord
     header: bytes
     disk_bytes: int
+    row: ChunkRecord | None
 
 
 def store(
@@ -105,6 +109,7 @@ def store(
     needed = sum(draft.disk_bytes for draft in drafts)
     in_use = {record.key for record in known} | {draft.record.key for draft in drafts}
     if drafts and max_bytes is not None and not eviction.make_room(index, shards, max_bytes, needed, in_use):
+        there = _there(known, drafts)
         drafts = []
         refused = (
             f"{needed} bytes do not fit into the budget of {max_bytes} bytes beside what is pinned or in use: "
@@ -116,15 +121,23 @@ def store(
         n_written_bytes += sum(record.n_bytes for record in added)
         if not whole:
             with index.reading() as tx:
-                there, _ = _plan(tx, namespace, token_ids, chunk_tokens, layout, source)
+                there = _there(*_plan(tx, namespace, token_ids, chunk_tokens, layout, source))
             break
         there += [draft.record for draft in group]
     chain_there = _unbroken(there)
     n_tokens = min(chain_there[-1].end, n_asked) if chain_there else 0
-    if n_tokens < n_asked and not refused and source.has_rows(n_tokens, n_asked - n_tokens):
+    n_wanted = n_asked
+    if layout.has_state:  # a tail without states is not wanted
+        n_wanted = max(n_asked - n_asked % chunk_tokens, *(end for end in (0, *source.state_ends()) if end <= n_asked))
+    if n_tokens < n_wanted and not refused and source.has_rows(n_tokens, n_wanted - n_tokens):
         refused = "a chunk key is another prefix's, or a parent chunk was removed meanwhile"
     last_key = chain_there[-1].key if chain_there else None
     return Stored(n_tokens, last_key, tuple(r.key for r in known), n_new_chunks, n_written_bytes, refused)
+
+
+def _there(known: list[ChunkRecord], drafts: list[_Draft]) -> list[ChunkRecord]:
+    """Return the chunks of a plan that are there, whether or not they were to be replaced."""
+    return known + [draft.row for draft in drafts if draft.row is not None]
 
 
 def _unbroken(records: list[ChunkRecord]) -> list[ChunkRecord]:
@@ -165,13 +178,15 @@ def _plan(
         """Sort a wanted chunk into the known ones or the drafts; False ends the plan."""
         if row is not None and not chunk_rows.same_chunk(row, record):
             return False
-        if row is not None and row.file_name is not None and not chunk_rows.replaced_by(row, record):
+        has_rows = source.has_rows(record.start, record.n_tokens)
+        if row is not None and row.file_name is None:
+            row = None  # a hole
+        if row is not None and not (has_rows and chunk_rows.replaced_by(row, record)):
             known.append(row)
             return True
-        if not source.has_rows(record.start, record.n_tokens):
-            return False
-        drafts.append(_draft(record, layout, namespace))
-        return True
+        if has_rows:
+            drafts.append(_draft(record, row, layout, namespace))
+        return has_rows
 
     def tails(start: int, parent_key: ChunkKey | None) -> None:
         """Add what ends inside the chunk at `start`: where states are known, and at the end of the prefix."""
@@ -229,7 +244,7 @@ def _record(
     )
 
 
-def _draft(record: ChunkRecord, layout: CacheLayout, namespace: Namespace) -> _Draft:
+def _draft(record: ChunkRecord, row: ChunkRecord | None, layout: CacheLayout, namespace: Namespace) -> _Draft:
     """Return the draft of a chunk. The shard's metadata suffices to rebuild a lost index."""
     header = layout.shard_header(
         record.n_tokens,
@@ -250,7 +265,7 @@ def _draft(record: ChunkRecord, layout: CacheLayout, namespace: Namespace) -> _D
         with_state=record.has_state,
     )
     n_bytes = len(header) + layout.data_bytes(record.n_tokens, with_state=record.has_state)
-    return _Draft(record, header, disk_bytes(n_bytes))
+    return _Draft(record, header, disk_bytes(n_bytes), row)
 
 
 def _groups(drafts: list[_Draft]) -> Iterator[list[_Draft]]:

@@ -15,7 +15,7 @@ from prefixbank.bank import PrefixBank
 from prefixbank.chunking import pack_token_ids, root_key, unpack_token_ids
 from prefixbank.errors import ShardError, StorageError
 from prefixbank.fingerprint import salt_digest
-from prefixbank.layout import CacheLayout, LayerLayout, RowArray
+from prefixbank.layout import CacheLayout, LayerLayout, RowArray, StateArray
 from prefixbank.storing import Stored
 from prefixbank.values import ChunkRecord, Match, Namespace, PrefixRecord
 
@@ -29,6 +29,28 @@ LAYOUT = CacheLayout(
     )
 )
 """Three unlike layers: each dtype, different widths and head counts for keys and values."""
+
+HYBRID = CacheLayout(
+    (
+        LayerLayout("arrays", (), (), (StateArray("0", "F32", (1, 64, 20)), StateArray("1", "BF16", (1, 2, 2, 3)))),
+        LayerLayout("kv", (), (RowArray("keys", "F32", 2, 6), RowArray("values", "F16", 2, 4))),
+        LayerLayout(
+            "list",
+            members=(
+                LayerLayout("arrays", (), (), (StateArray("0", "U8", (1, 5)),)),
+                LayerLayout("kv", (), (RowArray("keys", "BF16", 1, 8), RowArray("values", "BF16", 3, 2))),
+                LayerLayout(
+                    "list", members=(LayerLayout("none"), LayerLayout("kv", (), (RowArray("k", "U32", 1, 1),)))
+                ),
+            ),
+        ),
+        LayerLayout("none"),
+    )
+)
+"""Recurrent layers beside rows, and caches made of others; one set of states takes more than a block on disk."""
+
+STATES_ONLY = CacheLayout((LayerLayout("arrays", (), (), (StateArray("0", "F32", (1, 2, 3)),)),) * 2)
+"""Recurrent layers alone."""
 
 
 def prefix_states(token_ids: Sequence[int], flavour: bytes) -> list[bytes]:
@@ -62,6 +84,28 @@ class FakeSource(RowsOnly):
     flavour: bytes = b"A"
     layout: CacheLayout = LAYOUT
     n_asked: int = 0
+    ends: Sequence[int] = ()
+    """Where states are known."""
+    n_known: int | None = None
+    """How many leading tokens' rows are known, if not all."""
+
+    def has_rows(self, start: int, n_tokens: int) -> bool:
+        return self.n_known is None or start + n_tokens <= self.n_known
+
+    def state_ends(self) -> list[int]:
+        return sorted(self.ends)
+
+    def state_runs(self, end: int) -> Iterator[Rows]:
+        assert end in self.ends, "states are asked for where there are none"
+        yield np.frombuffer(self.states(end), np.uint8)
+
+    def states(self, end: int) -> bytes:
+        """Return the states after `end` tokens as they follow each other in a shard, known or not."""
+        state = prefix_states(self.token_ids[:end], self.flavour)[-1]
+        return b"".join(
+            hashlib.shake_128(state + f"{path} {a.role} state".encode()).digest(a.n_bytes)
+            for path, a in self.layout.state_arrays()
+        )
 
     def runs(self, start: int, n_tokens: int) -> Iterator[Rows]:
         self.n_asked += 1
@@ -73,14 +117,17 @@ class FakeSource(RowsOnly):
                 rows = [hashlib.shake_128(state + of_row).digest(row_array.row_bytes) for state in states]
                 yield np.frombuffer(b"".join(rows), np.uint8).reshape(n_tokens, row_array.row_bytes)
 
-    def joined(self, start: int, n_tokens: int) -> bytes:
-        """Return the rows as they follow each other in a shard."""
-        return b"".join(run.tobytes() for run in self.runs(start, n_tokens))
+    def joined(self, start: int, n_tokens: int, *, with_state: bool = False) -> bytes:
+        """Return the rows, and the states behind them, as they follow each other in a shard."""
+        rows = b"".join(run.tobytes() for run in self.runs(start, n_tokens))
+        return rows + self.states(start + n_tokens) if with_state else rows
 
 
-def empty_runs(layout: CacheLayout, n_tokens: int) -> list[Rows]:
+def empty_runs(layout: CacheLayout, n_tokens: int, *, with_state: bool = False) -> list[Rows]:
     """Return the buffers that a shard of `n_tokens` is read into."""
     shapes = [(n_tokens, a.row_bytes) for _, a in layout.row_arrays() for _ in range(a.n_heads)]
+    if with_state:
+        shapes += [(1, a.n_bytes) for _, a in layout.state_arrays()]
     return [np.full(shape, 0xAA, np.uint8) for shape in shapes]
 
 
@@ -115,14 +162,15 @@ class FakeModel:
     def source(self, token_ids: Sequence[int], flavour: bytes = b"A") -> FakeSource:
         return FakeSource(token_ids, flavour, self.layout)
 
-    def store(self, token_ids: Sequence[int], flavour: bytes = b"A") -> Stored:
-        """Store a prefix whole."""
-        stored: Stored = self.session.store(self.namespace, pack_token_ids(token_ids), self.source(token_ids, flavour))
+    def store(self, token_ids: Sequence[int], flavour: bytes = b"A", *, ends: Sequence[int] = ()) -> Stored:
+        """Store a prefix whole, with the states after each of `ends` tokens."""
+        source = replace(self.source(token_ids, flavour), ends=ends)
+        stored: Stored = self.session.store(self.namespace, pack_token_ids(token_ids), source)
         return stored
 
-    def name(self, name: str, token_ids: Sequence[int], *, pin: bool = False) -> Stored:
+    def name(self, name: str, token_ids: Sequence[int], *, pin: bool = False, ends: Sequence[int] = ()) -> Stored:
         """Store a prefix and give it a name."""
-        stored = self.store(token_ids)
+        stored = self.store(token_ids, ends=ends)
         self.session.name_prefix(
             PrefixRecord(name, self.namespace.id, stored.last_key, stored.n_tokens, pin, "0" * 64, 1)
         )
@@ -144,14 +192,14 @@ class FakeModel:
 
     def read(self, record: ChunkRecord) -> bytes:
         """Read a shard as the resolver does: straight into buffers."""
-        runs = empty_runs(self.layout, record.n_tokens)
+        runs = empty_runs(self.layout, record.n_tokens, with_state=record.has_state)
         self.session.shards.read_into(record, runs)
         return b"".join(run.tobytes() for run in runs)
 
     def resolve(self, token_ids: Sequence[int], flavours: Sequence[bytes] = (b"A",)) -> Match:
         """Match and read a prompt; heal what fails, as the session does.
 
-        Asserts that each chunk read holds the rows of exactly these token ids, of one of the flavours.
+        Asserts that each chunk read holds the rows (and states) of exactly these token ids, of one of the flavours.
         """
         found = self.match(token_ids)
         kept: list[ChunkRecord] = []
@@ -166,10 +214,15 @@ class FakeModel:
             if whole:
                 kept.append(record)
             stored_ids = [*token_ids[: record.start], *unpack_token_ids(record.token_ids)]
-            allowed = {self.source(stored_ids, f).joined(record.start, record.n_tokens) for f in flavours}
+            allowed = {
+                self.source(stored_ids, f).joined(record.start, record.n_tokens, with_state=record.has_state)
+                for f in flavours
+            }
             assert rows in allowed, f"wrong rows for tokens {record.start} to {record.end} of {list(token_ids)}"
         if whole:
             return found
+        while self.layout.has_state and kept and not kept[-1].has_state:
+            kept.pop()
         return replace(found, n_tokens=kept[-1].end if kept else 0, chunks=tuple(kept), reason="lost")
 
     def held(self, *prompts: Sequence[int]) -> list[int]:

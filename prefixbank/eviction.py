@@ -134,18 +134,17 @@ def plan_removal(tx: sa.Connection, prefix_name: str) -> PrunePlan:
     others = {p.chunk_key for p in prefixes if p.name != prefix_name and p.chunk_key is not None}
     needed = prefix_rows.chain_keys(tx, others)
     ends = {p.chunk_key for p in prefixes if p.name == prefix_name and p.chunk_key is not None}
+    chain = chunk_rows.find(tx, list(prefix_rows.chain_keys(tx, ends) - needed))
+    # The states kept inside the prefix go with it.
+    inside = [tail for record in chain.values() for tail in chunk_rows.shorter_siblings(tx, record, with_state=True)]
+    chain |= {tail.key: tail for tail in inside if tail.key not in needed}
     removed_children: Counter[ChunkKey] = Counter()
     chosen: list[PlannedChunk] = []
-    pending = sorted(chunk_rows.find(tx, list(ends - needed)).values(), key=lambda record: record.start)
-    while pending:
-        record = pending.pop()
-        if chunk_rows.count_children(tx, record.key) > removed_children[record.key]:
-            continue
-        chosen.append(PlannedChunk(record, "removed"))
-        if record.parent_key is not None and record.parent_key not in needed:
-            removed_children[record.parent_key] += 1
-            pending += chunk_rows.find(tx, [record.parent_key]).values()
-            pending.sort(key=lambda record: record.start)
+    for record in sorted(chain.values(), key=lambda record: record.start, reverse=True):
+        if chunk_rows.count_children(tx, record.key) <= removed_children[record.key]:
+            chosen.append(PlannedChunk(record, "removed"))
+            if record.parent_key is not None:
+                removed_children[record.parent_key] += 1
     kept_bytes = chunk_rows.disk_bytes(tx) - sum(p.record.disk_bytes for p in chosen)
     return PrunePlan(tuple(chosen), (), kept_bytes)
 

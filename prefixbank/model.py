@@ -302,6 +302,12 @@ class BankedModel:
         namespace, _ = self._caches.for_length(n_tokens).identify()
         found = self._caches.find(packed, n_tokens)
         stored = Stored(found.n_tokens, found.chunks[-1].key if found.chunks else None)
+        where = {n_tokens}
+        if isinstance(prompt, FewShotPrompt) and boundaries == "examples" and self.layout.has_state:
+            where |= {end for end in self._encoder.example_ends(prompt) if end < n_tokens}
+            missing = [end for end in where if self._caches.find(packed, end).n_tokens < end]
+            if missing:  # also where the whole prefix is stored: go on from in front of the first one
+                found = self._caches.find(packed, min(missing))
         n_cached = found.n_tokens
         if self._session.read_only and (n_cached < n_tokens or name is not None):
             raise BankReadOnlyError(f"{self._session.root} is opened read-only: nothing can be warmed")
@@ -311,9 +317,7 @@ class BankedModel:
             n_cached = found.n_tokens
             token_ids = unpack_token_ids(packed)
             recorder = self._caches.recorder(resolved)
-            where = {n_tokens} | self._caches.parting(found)
-            if isinstance(prompt, FewShotPrompt) and boundaries == "examples":
-                where |= {end for end in self._encoder.example_ends(prompt) if end < n_tokens}
+            where |= self._caches.parting(found)
             self._caches.compute(
                 resolved.prompt_cache, token_ids, n_cached, n_tokens, prefill_step_size, progress, recorder, where
             )

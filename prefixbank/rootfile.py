@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
 import time
 import uuid
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,20 @@ def finish_root(root: Path, *, chunk_tokens: int | None, max_bytes: int | None) 
     return read_bank_file(root)
 
 
+def _name_once(temporary: Path, path: Path) -> None:
+    """Give a finished file its name, unless another file has it."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return
+    except OSError as exc:
+        # A file system without hard links: there two that make one bank at once may both write it.
+        if exc.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        if not path.exists():
+            temporary.rename(path)
+
+
 def _write_once(path: Path, text: str) -> None:
     """Create a file of mode 0600 with the text, all of it or nothing; leave one that is there as it is."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
@@ -135,8 +149,7 @@ def _write_once(path: Path, text: str) -> None:
                 file.flush()
                 os.fchmod(file.fileno(), 0o600)
                 os.fsync(file.fileno())
-            with suppress(FileExistsError):
-                os.link(temporary, path)
+            _name_once(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
         sync_folder(path.parent)

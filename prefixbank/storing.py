@@ -61,7 +61,7 @@ class Stored:
     """Say what a store did.
 
     `n_tokens` leading tokens are now in the bank, `last_key` being the chunk that holds the last of them (None for
-    none) and `known_keys` the chunks that were there before. `refused` says why it is fewer than asked for, or is "".
+    none) and `known_keys` the chunks that were there before. `refused` says why something was not stored, or is "".
     """
 
     n_tokens: int

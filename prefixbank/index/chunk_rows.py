@@ -123,8 +123,11 @@ def with_state(
     return found
 
 
-def shorter_siblings(tx: sa.Connection, record: ChunkRecord) -> list[ChunkRecord]:
-    """Return the tails that `record` covers: same parent, and their token ids are its first ones."""
+def shorter_siblings(tx: sa.Connection, record: ChunkRecord, *, with_state: bool = False) -> list[ChunkRecord]:
+    """Return the tails that `record` covers: same parent, and their token ids are its first ones.
+
+    Tails with states are where those can be resumed: they are other ones, returned only `with_state`.
+    """
     first_token = unpack_token_ids(record.token_ids[:TOKEN_BYTES])[0]
     rows = tx.execute(
         sa.select(*_COLUMNS).where(
@@ -132,7 +135,7 @@ def shorter_siblings(tx: sa.Connection, record: ChunkRecord) -> list[ChunkRecord
             chunks.c.namespace_id == record.namespace_id,
             chunks.c.first_token == first_token,
             chunks.c.n_tokens < record.n_tokens,
-            ~chunks.c.has_state,  # one with states is where they can be resumed
+            chunks.c.has_state == with_state,
         )
     )
     return [tail for tail in map(_from_row, rows) if record.token_ids.startswith(tail.token_ids)]

@@ -37,16 +37,18 @@ def list_all(tx: sa.Connection, prefix_name: str | None = None) -> list[PrefixRe
 def name(tx: sa.Connection, prefix: PrefixRecord) -> None:
     """Give a stored prefix its name, in place of what had this name in its namespace.
 
-    A pin that the name had stays; `pinned=False` does not take it away.
+    A pin that the name had stays; `pinned=False` does not take it away. A prefix that was evicted meanwhile gets a name
+    that holds nothing.
     """
     where = _where(prefix.name, prefix.namespace_id)
     was_pinned = tx.execute(sa.select(prefixes.c.pinned).where(*where)).scalar_one_or_none()
     tx.execute(sa.delete(prefixes).where(*where))
+    key = tx.execute(sa.select(chunks.c.key).where(chunks.c.key == prefix.chunk_key)).scalar_one_or_none()
     tx.execute(
         sa.insert(prefixes).values(
             name=prefix.name,
             namespace_id=prefix.namespace_id,
-            chunk_key=prefix.chunk_key,
+            chunk_key=key,
             n_tokens=prefix.n_tokens,
             pinned=prefix.pinned or bool(was_pinned),
             source_digest=prefix.source_digest,

@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from prefixbank import errors
+
 if TYPE_CHECKING:
     from prefixbank.bank import BankStats, PrefixBank
     from prefixbank.check import CheckReport, Finding
@@ -48,25 +50,7 @@ __version__: str  # looked up when it is asked for
 _HOMES = {
     "bank": ("BankStats", "PrefixBank"),
     "check": ("CheckReport", "Finding"),
-    "errors": (
-        "BankBusyError",
-        "BankNotFoundError",
-        "BankReadOnlyError",
-        "BankWarning",
-        "ConfigError",
-        "DemoModelError",
-        "FingerprintMismatchError",
-        "IndexCorruptError",
-        "PrefixBankError",
-        "PromptError",
-        "SchemaError",
-        "ShardCorruptError",
-        "ShardError",
-        "ShardMissingError",
-        "StorageError",
-        "UnknownPrefixError",
-        "UnsupportedCacheError",
-    ),
+    "errors": tuple(errors.__all__),
     "eviction": ("PrunePlan",),
     "explain": ("Explanation",),
     "fewshot": ("Example", "FewShotPrompt", "RenderedPrompt"),

@@ -143,15 +143,10 @@ class PrefixBank:
         Raises `ConfigError` for a model that can't be loaded. A model whose cache can't be stored is loaded all the
         same, with one warning: it works without the bank.
         """
-        from prefixbank.model import BankedModel  # late: imports MLX
+        from prefixbank import attaching  # late: imports MLX
 
-        return BankedModel.load(
-            self._session,
-            path_or_hub_id,
-            adapter_path=adapter_path,
-            salt=salt,
-            precision=precision,
-            **options,
+        return attaching.load(
+            self._session, path_or_hub_id, adapter_path=adapter_path, salt=salt, precision=precision, **options
         )
 
     def attach(self, model: Any, tokenizer: Any, *, salt: str | bytes = b"", **options: Any) -> BankedModel:
@@ -160,9 +155,9 @@ class PrefixBank:
         The model is told from others by the digest of all its parameters and settings, which reads all its weights
         once; `load_model` knows the files and is faster. Options are those of `load_model`.
         """
-        from prefixbank.model import BankedModel  # late: imports MLX
+        from prefixbank import attaching  # late: imports MLX
 
-        return BankedModel.attach(self._session, model, tokenizer, salt=salt, **options)
+        return attaching.attach(self._session, model, tokenizer, salt=salt, **options)
 
     # --- looking and keeping order
 

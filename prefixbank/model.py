@@ -6,25 +6,19 @@ and `warm` are asked for, so they raise.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from prefixbank import explain as explaining
-from prefixbank import fingerprint as fingerprints
 from prefixbank import generation
 from prefixbank.chunking import TOKEN_BYTES, unpack_token_ids
 from prefixbank.errors import BankReadOnlyError, ConfigError, PromptError
 from prefixbank.fewshot import FewShotPrompt
-from prefixbank.identity import ModelIdentity
-from prefixbank.kvcache import loading
-from prefixbank.kvcache.probe import CacheOptions
 from prefixbank.layout import CacheLayout
 from prefixbank.promptcaches import Lease, Progress, PromptCaches, Resolved
 from prefixbank.prompts import Prompt, PromptEncoder
@@ -35,7 +29,6 @@ from prefixbank.values import Match, Namespace, PrefixRecord
 __all__ = ["BankedModel", "Warmed"]
 
 DEFAULT_RESERVE = 256
-DEFAULT_PREFILL_STEP_SIZE = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,109 +53,14 @@ class BankedModel:
     a suffix. Attributes: `model` and `tokenizer` are mlx-lm's, `label` names the model in lists.
     """
 
-    def __init__(
-        self,
-        session: BankSession,
-        model: Any,
-        tokenizer: Any,
-        *,
-        label: str,
-        salt: str | bytes,
-        options: CacheOptions,
-        prefill_step_size: int,
-        state_every_chunks: int,
-        file_parts: Mapping[str, object] | None,
-    ) -> None:
+    def __init__(self, session: BankSession, model: Any, tokenizer: Any, label: str, caches: PromptCaches) -> None:
+        """Face a model's prompt caches; `attaching` makes both."""
         self.model = model
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self.label = label
         self._encoder = PromptEncoder(self.tokenizer)
-
-        def caches(options: CacheOptions, below: PromptCaches | None) -> PromptCaches:
-            identity = ModelIdentity(model, label=label, options=options, salt=salt, file_parts=file_parts)
-            return PromptCaches(session, model, identity, options, prefill_step_size, below)
-
-        quantised_later = options.kv_bits is not None and options.quantized_kv_start > 0
-        below = caches(CacheOptions(max_kv_size=options.max_kv_size), None) if quantised_later else None
-        self._caches = caches(options, below)
-        if state_every_chunks < 0:
-            raise ConfigError(f"state_every_chunks={state_every_chunks} must not be negative")
-        self._caches.state_every_chunks = state_every_chunks
+        self._caches = caches
         self._session = session
-        self._caches.introduce()
-        if loading.computes_without_blas():
-            session.warn("blas", loading.BLAS_TOO_LATE)
-
-    @classmethod
-    def load(
-        cls,
-        session: BankSession,
-        path_or_hub_id: str | os.PathLike[str],
-        *,
-        adapter_path: str | os.PathLike[str] | None = None,
-        salt: str | bytes = b"",
-        precision: str = "auto",
-        tokenizer_config: Mapping[str, Any] | None = None,
-        trust_remote_code: bool = False,
-        prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE,
-        state_every_chunks: int = 0,
-        **kv_options: Any,
-    ) -> Self:
-        """Load a model; see `PrefixBank.load_model`."""
-        if precision not in ("auto", "model", "float32"):
-            raise ConfigError(f"precision={precision!r} is unknown: use auto, model or float32")
-        options = _cache_options(kv_options)
-        folder = loading.local_folder(str(path_or_hub_id))
-        adapter_folder = None if adapter_path is None else Path(adapter_path)
-        files = fingerprints.list_model_files(folder)
-        adapter_files = fingerprints.list_adapter_files(adapter_folder) if adapter_folder else []
-
-        def digests() -> dict[str, object]:
-            return {"model": session.digest_files(files), "adapter": session.digest_files(adapter_files)}
-
-        parts = digests()
-        model, tokenizer, loaded_as = loading.load_model_and_tokenizer(
-            folder, adapter_folder, precision, tokenizer_config, trust_remote_code
-        )
-        # Weights that were overwritten while mlx-lm read them would get the fingerprint of the old ones.
-        if digests() != parts:
-            raise ConfigError(f"{folder} changed while it was loaded: load it again")
-        return cls(
-            session,
-            model,
-            tokenizer,
-            label=str(path_or_hub_id) + (f" + {adapter_path}" if adapter_path else ""),
-            salt=salt,
-            options=options,
-            prefill_step_size=prefill_step_size,
-            state_every_chunks=state_every_chunks,
-            file_parts={**parts, "loaded_as": loaded_as},
-        )
-
-    @classmethod
-    def attach(
-        cls,
-        session: BankSession,
-        model: Any,
-        tokenizer: Any,
-        *,
-        salt: str | bytes = b"",
-        prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE,
-        state_every_chunks: int = 0,
-        **kv_options: Any,
-    ) -> Self:
-        """Attach a loaded model; see `PrefixBank.attach`."""
-        return cls(
-            session,
-            model,
-            tokenizer,
-            label=f"{getattr(model, 'model_type', type(model).__name__)} (attached)",
-            salt=salt,
-            options=_cache_options(kv_options),
-            prefill_step_size=prefill_step_size,
-            state_every_chunks=state_every_chunks,
-            file_parts=None,
-        )
 
     # --- looking
 
@@ -457,11 +355,3 @@ class BankedModel:
             outcome,
             None if draft is None else draft._caches,
         )
-
-
-def _cache_options(kv_options: Mapping[str, Any]) -> CacheOptions:
-    try:
-        return CacheOptions(**kv_options)
-    except TypeError as exc:
-        known = "kv_bits, kv_group_size, quantized_kv_start, max_kv_size"
-        raise ConfigError(f"unknown option ({str(exc).split('()')[-1].strip()}); of the cache: {known}") from exc

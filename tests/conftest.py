@@ -17,7 +17,6 @@ load_blas()  # before anything imports mlx
 from prefixbank.bank import PrefixBank  # noqa: E402
 from tests.fakekv import FakeModel  # noqa: E402
 
-
 # Machines are slow at times, and CI must not find by chance what a developer would have to find again.
 settings.register_profile(
     "steady",

@@ -213,12 +213,13 @@ def test_second_start_reads_no_weights_for_hashing(
     assert read == []
 
 
-def test_second_process_hits_what_the_first_stored(bank_root: Path, save_tiny: SaveTiny) -> None:
-    folder, prompt = save_tiny(), random_ids(60)
+@pytest.mark.parametrize("name", ["llama", "deepseek_v32", "gemma3_text", "llama4", "falcon_h1", "mamba2"])
+def test_second_process_hits_what_the_first_stored(name: str, bank_root: Path, save_tiny: SaveTiny) -> None:
+    folder, prompt = save_tiny(name), random_ids(60)
     with PrefixBank.open(bank_root, chunk_tokens=16) as bank:
         llm = bank.load_model(folder)
-        llm.warm(prompt)
-        text = llm.generate(prompt, max_tokens=6).text
+        llm.prefill(prompt)
+        text = generate(llm.model, llm.tokenizer, prompt, max_tokens=6)
     script = (
         "import sys, json; from prefixbank import PrefixBank\n"
         "bank = PrefixBank.open(sys.argv[1]); llm = bank.load_model(sys.argv[2])\n"

@@ -101,5 +101,5 @@ def _quantize_probe(prompt_cache: list[Any], options: CacheOptions) -> None:
     """Quantise a cache of one token as one of `quantized_kv_start` tokens will be."""
     try:
         quantize(prompt_cache, replace(options, quantized_kv_start=0))
-    except ValueError as exc:
+    except (NotImplementedError, ValueError) as exc:
         raise ConfigError(f"this model's KV can't be quantised so: {exc}") from exc

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from prefixbank import PrefixBank
 from prefixbank.kvcache.capture import describe, leaf_caches
+from prefixbank.kvcache.kinds import StateKind, kind_of
 from tests.model.tiny import build_model, random_ids
 
 CHUNK = 16
@@ -174,6 +175,18 @@ def test_layers_without_cache_and_empty_members_are_taken_as_they_are(
     assert hit.prompt_cache[2] is None
     assert hit.prompt_cache[1][1].empty()
     assert same_bits(go_on(model, hit.prompt_cache, [7]), go_on(model, live.prompt_cache, [7]))
+
+
+def test_recurrent_caches_keep_their_empty_slots_empty() -> None:
+    kind = kind_of(ArraysCache(4))
+    assert isinstance(kind, StateKind)
+    live = ArraysCache(4)
+    live[0], live[2] = mx.ones((1, 3, 8)), mx.full((1, 2, 4, 4), 0.5)
+    layout = describe([live]).layers[0]
+    assert [(a.role, a.shape) for a in layout.states] == [("0", (1, 3, 8)), ("2", (1, 2, 4, 4))]
+    restored = kind.restore(layout, kind.states(live))
+    assert [restored[slot] is None for slot in range(4)] == [False, True, False, True]
+    assert mx.array_equal(restored[2], live[2])
 
 
 def test_states_behind_each_example_serve_ablations(

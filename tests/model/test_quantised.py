@@ -75,7 +75,9 @@ def test_generate_stores_and_hits_on_both_sides_of_the_start(
 def test_quantised_later_needs_caches_that_can_be(tokenizer: Any, small_bank: PrefixBank) -> None:
     with pytest.raises(ConfigError, match="leave quantized_kv_start at 0"):
         small_bank.attach(build_model("falcon_h1"), tokenizer, kv_bits=8, kv_group_size=32, quantized_kv_start=9)
-    with pytest.raises(ConfigError, match="can't be quantised so"):
+    with pytest.raises(ConfigError, match="can't be quantised so"):  # mlx-lm has no quantised windows
+        small_bank.attach(build_model("gemma3_text"), tokenizer, kv_bits=8, kv_group_size=32)
+    with pytest.raises(ConfigError, match="can't be quantised so"):  # heads of 8 hold no group of 64
         small_bank.attach(build_model("llama"), tokenizer, kv_bits=8, kv_group_size=64)
 
 

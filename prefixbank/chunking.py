@@ -20,6 +20,7 @@ __all__ = [
     "FileDigest",
     "chunk_key",
     "common_run",
+    "first_token",
     "full_chunks",
     "pack_token_ids",
     "root_key",
@@ -74,6 +75,11 @@ def unpack_token_ids(packed: bytes) -> list[int]:
     if sys.byteorder == "big":
         token_ids.byteswap()
     return token_ids.tolist()
+
+
+def first_token(packed: bytes) -> int:
+    """Return the first token id of packed ones."""
+    return int.from_bytes(packed[:TOKEN_BYTES], "little")
 
 
 def common_run(left: bytes, right: bytes) -> int:

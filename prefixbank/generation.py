@@ -164,7 +164,7 @@ def resolve_alike(
 
     Raises `ConfigError` for models whose caches mlx-lm can't trim, as speculative decoding must.
     """
-    if not (caches.can_be_cut() and draft.can_be_cut()):
+    if not (caches.can_run_ahead() and draft.can_run_ahead()):
         raise ConfigError("speculative decoding needs caches that can be trimmed: none with windows, states or kv_bits")
     n_prompt = len(prompt.token_ids) // TOKEN_BYTES
     n_tokens = min(whose.match(prompt, hold_back).n_tokens for whose in (caches, draft))

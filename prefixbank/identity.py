@@ -64,7 +64,7 @@ class ModelIdentity:
             now is not before for now, before in zip(arrays, self._arrays, strict=True)
         ):
             self._arrays = arrays
-            self._parts = self._known = self._refused = None
+            self._parts = self._known = self._refused = self._layout = None
         if self._refused is not None:
             raise self._refused
         if self._known is not None:

@@ -17,8 +17,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache
 from prefixbank.chunking import TOKEN_BYTES, pack_token_ids, unpack_token_ids
 from prefixbank.errors import ConfigError, PrefixBankError, UnsupportedCacheError
 from prefixbank.identity import ModelIdentity
-from prefixbank.kvcache.assemble import can_be_cut, cut_to
+from prefixbank.kvcache.assemble import cut_to
 from prefixbank.kvcache.capture import CacheRecorder, n_cached_tokens
+from prefixbank.kvcache.kinds import keeps_all_rows
 from prefixbank.kvcache.probe import CacheOptions, new_prompt_cache, quantize
 from prefixbank.layout import CacheLayout
 from prefixbank.prompts import EncodedPrompt
@@ -32,7 +33,7 @@ REASON_UNSUPPORTED = "unsupported"
 REASON_UNAVAILABLE = "unavailable"
 
 _NOT_TRIMMABLE = (ArraysCache, CacheList, RotatingKVCache)
-"""Caches that mlx-lm can't cut back whatever they hold; a list may hold such."""
+"""Caches that mlx-lm can't trim whatever they hold; a list may hold such."""
 
 Progress = Callable[[int, int], None]
 
@@ -88,8 +89,8 @@ class PromptCaches:
         self.state_every_chunks = state_every_chunks
         self.prefill_step_size = prefill_step_size
 
-    def can_be_cut(self) -> bool:
-        """Tell whether the model's caches can be cut back, so that a draft model may run ahead."""
+    def can_run_ahead(self) -> bool:
+        """Tell whether mlx-lm can trim the model's caches, so that a draft model may run ahead."""
         if self.options.kv_bits is not None:
             return False  # mlx-lm quantises copies of the list there: what it made could not be stored
         return not any(
@@ -104,7 +105,7 @@ class PromptCaches:
         try:
             _, layout = self.identify()
             if self._below is not None:
-                if CacheRecorder(layout).must_follow:
+                if not keeps_all_rows(layout):
                     raise ConfigError("this model's caches can't be quantised later: leave quantized_kv_start at 0")
                 self._below.introduce()
         except ConfigError:
@@ -171,7 +172,7 @@ class PromptCaches:
     def recorder(self, resolved: Resolved) -> CacheRecorder | None:
         """Return a recorder of what will be computed behind a resolved prefix; None where none is needed."""
         try:
-            _, layout = self.identify()
+            layout = self.identity.layout
         except PrefixBankError:  # said when the prompt was matched
             return None
         if self.session.read_only or self._below is not None:  # caches to be quantised hold everything themselves
@@ -226,12 +227,14 @@ class PromptCaches:
     ) -> Stored:
         """Store the KV of packed token ids from a live cache, of as many as are known. Raises the bank's errors.
 
-        The cache holds `n_held` tokens; None asks the cache, or where that does not know takes all token ids.
-        `recorder` has followed its making.
+        How many tokens the cache holds it knows itself, unless all layers are recurrent: then it is `n_held`, or all
+        token ids. `recorder` has followed its making.
         """
         n_counted = n_cached_tokens(prompt_cache)
-        if n_held is None:
-            n_held = len(token_ids) // TOKEN_BYTES if n_counted is None else n_counted
+        if n_counted is not None:
+            n_held = n_counted
+        elif n_held is None:
+            n_held = len(token_ids) // TOKEN_BYTES
         if n_held == 0:
             return Stored(0, None)
         whose = self.for_length(n_held)
@@ -326,7 +329,7 @@ class PromptCaches:
         n_prompt = len(encoded.token_ids) // TOKEN_BYTES
         n_tokens = self.n_to_store(encoded, hold_back)
         if recorder is not None:
-            n_tokens = max(n_tokens, *(end for end in recorder.state_ends()), 0)
+            n_tokens = max(n_tokens, *recorder.state_ends(), 0)
         whole = encoded.token_ids + pack_token_ids(answer)
         token_ids = whole if keep else whole[: n_tokens * TOKEN_BYTES]
         # mlx-lm has run every token that it gave out through the model, the last one included.
@@ -342,7 +345,7 @@ class PromptCaches:
         if not found.n_tokens or self._below is not None:
             return None
         namespace, layout = self.identify()
-        if not can_be_cut(layout):
+        if not keeps_all_rows(layout):
             return None
         token_ids = encoded.token_ids[: found.n_tokens * TOKEN_BYTES]
         return namespace.fingerprint, namespace.salt_digest, token_ids

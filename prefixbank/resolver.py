@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from prefixbank.chunking import TOKEN_BYTES, common_run, full_chunks, unpack_token_ids
+from prefixbank.chunking import TOKEN_BYTES, common_run, first_token, full_chunks
 from prefixbank.errors import PrefixBankError, ShardCorruptError, ShardError, StorageError
 from prefixbank.index import Index, chunk_rows
 from prefixbank.layout import CacheLayout
@@ -95,7 +95,7 @@ def match(index: Index, namespace: Namespace, token_ids: bytes, chunk_tokens: in
                 tx,
                 namespace.id,
                 chain[-1].key if chain else None,
-                unpack_token_ids(rest[:TOKEN_BYTES])[0],
+                first_token(rest),
                 MAX_CANDIDATES,
             )
             runs = [(common_run(c.token_ids, rest), c) for c in candidates if c.start == start]
@@ -145,8 +145,7 @@ def _to_last_state(
 
     whole = [record for record in chain if is_whole(record)]  # the last one may part from the prompt inside
     ends: dict[ChunkKey | None, int] = {None: 0} | {record.key: record.end for record in whole}
-    first_token = unpack_token_ids(usable[:TOKEN_BYTES])[0]
-    found = chunk_rows.with_state(tx, namespace.id, [record.key for record in whole], first_token)
+    found = chunk_rows.with_state(tx, namespace.id, [record.key for record in whole], first_token(usable))
     proven = [record for record in found if ends.get(record.parent_key) == record.start and is_whole(record)]
     if not proven:
         return []
@@ -166,7 +165,8 @@ def load(
     The buffers have room for the whole prompt and `reserve` tokens. Where a shard fails, the cache ends before it: what
     was read in front of it is right. A match of no tokens gives an empty list, as does a failure of the first shard.
     """
-    from prefixbank.kvcache.assemble import PromptCacheBuffers, can_be_cut  # late: imports MLX
+    from prefixbank.kvcache.assemble import PromptCacheBuffers  # late: imports MLX
+    from prefixbank.kvcache.kinds import keeps_all_rows
 
     if not found.chunks:
         return Loaded([], found, ())
@@ -195,7 +195,7 @@ def load(
             failures.append((record, exc))
     if failures:
         found = _cut_before(found, failures[0][0], layout)
-        if found.chunks and not can_be_cut(layout):  # what a shorter cache needs was not read
+        if found.chunks and not keeps_all_rows(layout):  # what a shorter cache needs was not read
             again = load(found, layout, shards, executor, reserve)
             return replace(again, failures=(*failures, *again.failures))
     prompt_cache, seed = buffers.build(found.n_tokens) if found.chunks else ([], [])

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from prefixbank import eviction, fingerprint, resolver, storing
+from prefixbank.chunking import first_token
 from prefixbank.config import BankOptions
 from prefixbank.errors import (
     BankNotFoundError,
@@ -233,9 +234,7 @@ class BankSession:
             return [
                 (usage.namespace, record)
                 for usage in namespace_rows.list_usage(tx)
-                for record in chunk_rows.children(
-                    tx, usage.namespace.id, None, int.from_bytes(token_ids[:4], "little"), 64
-                )
+                for record in chunk_rows.children(tx, usage.namespace.id, None, first_token(token_ids), 64)
             ]
 
     def next_chunks(self, namespace: Namespace, parent_key: ChunkKey | None) -> Sequence[ChunkRecord]:

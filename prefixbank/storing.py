@@ -18,6 +18,7 @@ from prefixbank.chunking import (
     TOKEN_BYTES,
     chunk_key,
     common_run,
+    first_token,
     full_chunks,
     unpack_token_ids,
 )
@@ -220,7 +221,7 @@ def _covering(
 ) -> ChunkRecord | None:
     """Return the shortest chunk that begins with the tail's token ids, if there is one: the tail needs no shard."""
     n_tokens = len(ids) // TOKEN_BYTES
-    siblings = chunk_rows.children(tx, namespace.id, parent_key, unpack_token_ids(ids[:TOKEN_BYTES])[0], MAX_CANDIDATES)
+    siblings = chunk_rows.children(tx, namespace.id, parent_key, first_token(ids), MAX_CANDIDATES)
     covering = [s for s in siblings if s.start == start and common_run(s.token_ids, ids) == n_tokens]
     return min(covering, key=lambda sibling: sibling.n_tokens, default=None)
 

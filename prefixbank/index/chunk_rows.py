@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 
 import sqlalchemy as sa
 
-from prefixbank.chunking import TOKEN_BYTES, unpack_token_ids
+from prefixbank.chunking import first_token
 from prefixbank.schema import bank_state, chunks, prefixes
 from prefixbank.values import ChunkKey, ChunkRecord
 
@@ -69,15 +69,15 @@ def find(tx: sa.Connection, keys: Sequence[ChunkKey]) -> dict[ChunkKey, ChunkRec
 
 
 def children(
-    tx: sa.Connection, namespace_id: int, parent_key: ChunkKey | None, first_token: int, limit: int
+    tx: sa.Connection, namespace_id: int, parent_key: ChunkKey | None, beginning: int, limit: int
 ) -> list[ChunkRecord]:
-    """Return the chunks with a shard behind `parent_key` that begin with `first_token`, the last used first."""
+    """Return the chunks with a shard behind `parent_key` that begin with token `beginning`, the last used first."""
     query = (
         sa.select(*_COLUMNS)
         .where(
             chunks.c.parent_key.is_not_distinct_from(parent_key),
             chunks.c.namespace_id == namespace_id,
-            chunks.c.first_token == first_token,
+            chunks.c.first_token == beginning,
             chunks.c.file_name.is_not(None),
         )
         .order_by(chunks.c.last_used.desc())
@@ -106,11 +106,11 @@ def count_children(tx: sa.Connection, key: ChunkKey) -> int:
 
 
 def with_state(
-    tx: sa.Connection, namespace_id: int, parent_keys: Sequence[ChunkKey], first_token: int
+    tx: sa.Connection, namespace_id: int, parent_keys: Sequence[ChunkKey], beginning: int
 ) -> list[ChunkRecord]:
-    """Return the chunks with states that stand on the given ones, or are first chunks that begin with `first_token`."""
+    """Return the chunks with states that stand on the given ones, or are first chunks with token `beginning`."""
     found: list[ChunkRecord] = []
-    first = chunks.c.parent_key.is_(None) & (chunks.c.first_token == first_token)
+    first = chunks.c.parent_key.is_(None) & (chunks.c.first_token == beginning)
     for low in range(0, max(len(parent_keys), 1), KEYS_PER_QUERY):
         behind = chunks.c.parent_key.in_(parent_keys[low : low + KEYS_PER_QUERY])
         query = sa.select(*_COLUMNS).where(
@@ -128,12 +128,11 @@ def shorter_siblings(tx: sa.Connection, record: ChunkRecord, *, with_state: bool
 
     Tails with states are where those can be resumed: they are other ones, returned only `with_state`.
     """
-    first_token = unpack_token_ids(record.token_ids[:TOKEN_BYTES])[0]
     rows = tx.execute(
         sa.select(*_COLUMNS).where(
             chunks.c.parent_key.is_not_distinct_from(record.parent_key),
             chunks.c.namespace_id == record.namespace_id,
-            chunks.c.first_token == first_token,
+            chunks.c.first_token == first_token(record.token_ids),
             chunks.c.n_tokens < record.n_tokens,
             chunks.c.has_state == with_state,
         )
@@ -149,7 +148,7 @@ def add(tx: sa.Connection, record: ChunkRecord, tick: int, now_s: int) -> bool:
     where the parent is not there: then the caller's file is not needed.
     """
     values = asdict(record) | {
-        "first_token": unpack_token_ids(record.token_ids[:TOKEN_BYTES])[0],
+        "first_token": first_token(record.token_ids),
         "last_used": tick,
         "last_used_at": now_s,
         "hits": 0,

@@ -12,10 +12,19 @@ import numpy.typing as npt
 
 from prefixbank.errors import FingerprintMismatchError
 from prefixbank.kvcache.capture import MLX_DTYPES, UNSIGNED, Piece, describe, leaf_caches
-from prefixbank.kvcache.kinds import ListKind, RowKind, StateKind, Window, kind_named, kind_of, window_of
+from prefixbank.kvcache.kinds import (
+    ListKind,
+    RowKind,
+    StateKind,
+    Window,
+    keeps_all_rows,
+    kind_named,
+    kind_of,
+    window_of,
+)
 from prefixbank.layout import ITEM_BYTES, CacheLayout, LayerLayout, RowArray
 
-__all__ = ["PromptCacheBuffers", "can_be_cut", "cut_to"]
+__all__ = ["PromptCacheBuffers", "cut_to"]
 
 Bits = npt.NDArray[Any]
 
@@ -152,17 +161,12 @@ def _rebuild(layout: LayerLayout, n_tokens: int, rows: Iterator[mx.array], state
     return kind.rebuild(layout, arrays, n_tokens) if arrays else kind.empty(dict(layout.settings))
 
 
-def can_be_cut(layout: CacheLayout) -> bool:
-    """Tell whether a live cache of the layout can be cut back to a prefix of what it holds."""
-    return not layout.has_state and all(window_of(leaf) is None for _, leaf in layout.leaves())
-
-
 def cut_to(prompt_cache: Sequence[Any], layout: CacheLayout, n_tokens: int) -> list[Any]:
     """Return a prompt cache of the first `n_tokens` of a live one; its arrays are shared, not copied.
 
     Raises `FingerprintMismatchError` where the live cache is of another layout, holds fewer tokens, or can't be cut.
     """
-    if not can_be_cut(layout) or describe(prompt_cache) != layout:
+    if not keeps_all_rows(layout) or describe(prompt_cache) != layout:
         raise FingerprintMismatchError("the prompt cache is of another layout than it was")
     arrays: list[mx.array] = []
     for leaf in leaf_caches(prompt_cache):

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixbank.errors import FingerprintMismatchError, UnsupportedCacheError
-from prefixbank.kvcache.kinds import ListKind, RowKind, StateKind, kind_of, window_of
+from prefixbank.kvcache.kinds import ListKind, RowKind, StateKind, keeps_all_rows, kind_of, window_of
 from prefixbank.layout import CacheLayout, LayerLayout, RowArray, StateArray
 
 __all__ = ["MLX_DTYPES", "UNSIGNED", "CacheRecorder", "Piece", "describe", "leaf_caches", "n_cached_tokens"]
@@ -126,11 +126,8 @@ class CacheRecorder:
         self._windows = [window_of(leaf) is not None for _, leaf in layout.leaves() for _ in leaf.arrays]
         self._pieces: list[list[Piece]] = [list(pieces) for pieces in seed] if seed else [[] for _ in self._windows]
         self._states: dict[int, list[Bits]] = {}
-
-    @property
-    def must_follow(self) -> bool:
-        """Tell whether steps must be recorded, since the finished cache does not hold everything."""
-        return any(self._windows) or self._layout.has_state
+        self.must_follow = not keeps_all_rows(layout)
+        """Whether steps must be recorded, since the finished cache does not hold everything."""
 
     def record(self, start: int, stop: int, prompt_cache: Sequence[Any], *, with_state: bool) -> None:
         """Read what a step over the tokens `[start, stop)` added to the windows, and the states if they are wanted."""

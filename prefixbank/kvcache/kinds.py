@@ -22,7 +22,7 @@ from mlx_lm.models.cache import (
 )
 
 from prefixbank.errors import UnsupportedCacheError
-from prefixbank.layout import LayerLayout
+from prefixbank.layout import CacheLayout, LayerLayout
 
 __all__ = [
     "CacheKind",
@@ -30,6 +30,7 @@ __all__ = [
     "RowKind",
     "StateKind",
     "Window",
+    "keeps_all_rows",
     "kind_named",
     "kind_of",
     "register_cache_kind",
@@ -320,6 +321,11 @@ def window_of(leaf: LayerLayout) -> Window | None:
     """Return what a stored cache needs to go on, or None where it needs all its rows or has none."""
     kind = kind_named(leaf.kind)
     return kind.window(dict(leaf.settings)) if isinstance(kind, RowKind) else None
+
+
+def keeps_all_rows(layout: CacheLayout) -> bool:
+    """Tell whether a live cache of the layout holds all that it ever held, so that any prefix of it can be taken."""
+    return not layout.has_state and all(window_of(leaf) is None for _, leaf in layout.leaves())
 
 
 _by_class: dict[type, CacheKind] = {}

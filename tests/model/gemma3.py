@@ -25,7 +25,6 @@ import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 DIRECTORY_NAME = "gemma3-270m-f16"
-MARKER_NAME = "source.json"
 CONVERTER_VERSION = 1  # raise it when the converted files change: older folders are rebuilt
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 N_PARTS = 4

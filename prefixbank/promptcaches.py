@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
-from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, ConcatenateKVCache, RotatingKVCache
 
 from prefixbank.chunking import TOKEN_BYTES, pack_token_ids, unpack_token_ids
 from prefixbank.errors import ConfigError, PrefixBankError, UnsupportedCacheError
@@ -32,8 +32,9 @@ __all__ = ["Lease", "PromptCaches", "Resolved"]
 REASON_UNSUPPORTED = "unsupported"
 REASON_UNAVAILABLE = "unavailable"
 
-_NOT_TRIMMABLE = (ArraysCache, CacheList, RotatingKVCache)
-"""Caches that mlx-lm can't trim whatever they hold; a list may hold such."""
+_NOT_TRIMMABLE = (ArraysCache, CacheList, ChunkedKVCache, ConcatenateKVCache, RotatingKVCache)
+"""Caches that mlx-lm can't trim, or not rightly: windows have dropped rows that a trimmed cache needs again, and
+`ConcatenateKVCache` keeps the rows that were trimmed. A list may hold such."""
 
 Progress = Callable[[int, int], None]
 

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm import generate
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import ConcatenateKVCache, KVCache
 
 from prefixbank import (
     BankWarning,
@@ -289,6 +289,9 @@ def test_draft_model_without_bank_and_caches_that_can_not_be_trimmed_are_refused
 ) -> None:
     with pytest.raises(ConfigError, match="BankedModel"):
         llm.generate([1, 2, 3], draft_model=llm.model)
-    windowed = small_bank.attach(build_model("llama_sliding"), llm.tokenizer)
-    with pytest.raises(ConfigError, match="trimmed"):
-        llm.generate([1, 2, 3], draft_model=windowed)
+    concatenating = build_model()
+    object.__setattr__(concatenating, "make_cache", lambda: [ConcatenateKVCache() for _ in concatenating.layers])
+    for model in (build_model("llama_sliding"), build_model("llama4"), concatenating):
+        draft = small_bank.attach(model, llm.tokenizer)
+        with pytest.raises(ConfigError, match="trimmed"):
+            llm.generate([1, 2, 3], draft_model=draft)

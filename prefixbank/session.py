@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from prefixbank import eviction, fingerprint, resolver, storing
+from prefixbank import eviction, fingerprint, resolver, restoring, storing
 from prefixbank.chunking import first_token
 from prefixbank.config import BankOptions
 from prefixbank.errors import (
@@ -169,9 +169,9 @@ class BankSession:
         """Return the longest stored prefix of packed token ids, of at most `limit` tokens."""
         return resolver.match(self.index, namespace, token_ids, self.chunk_tokens, limit)
 
-    def load(self, found: Match, layout: CacheLayout, reserve: int) -> resolver.Loaded:
+    def load(self, found: Match, layout: CacheLayout, reserve: int) -> restoring.Loaded:
         """Read a match into a new prompt cache; shards that fail are healed or set aside, and shorten it."""
-        loaded = resolver.load(found, layout, self.shards, self._executor, reserve)
+        loaded = restoring.load(found, layout, self.shards, self._executor, reserve)
         for record, error in loaded.failures:
             self.warn(type(error).__name__, f"{error}: its tokens are computed again")
             if not self.read_only:
@@ -180,7 +180,7 @@ class BankSession:
 
     def _heal(self, record: ChunkRecord, error: PrefixBankError) -> None:
         try:
-            resolver.heal(self.index, self.shards, record, error)
+            restoring.heal(self.index, self.shards, record, error)
         except PrefixBankError as exc:  # what was loaded in front of the lost shard is right all the same
             self.warn("heal", f"a lost shard could not be struck off the index: {exc}")
 

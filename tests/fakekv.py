@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixbank import resolver
+from prefixbank import restoring
 from prefixbank.bank import PrefixBank
 from prefixbank.chunking import pack_token_ids, root_key, unpack_token_ids
 from prefixbank.errors import ShardError, StorageError
@@ -208,7 +208,7 @@ class FakeModel:
             try:
                 rows = self.read(record)
             except (ShardError, StorageError) as error:
-                resolver.heal(self.session.index, self.session.shards, record, error)
+                restoring.heal(self.session.index, self.session.shards, record, error)
                 whole = False
                 continue
             if whole:

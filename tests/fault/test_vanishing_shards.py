@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefixbank import resolver, shards
+from prefixbank import restoring, shards
 from prefixbank.bank import PrefixBank
 from prefixbank.errors import ShardCorruptError, ShardMissingError
 from tests.fakekv import FakeModel, empty_runs
@@ -22,9 +22,9 @@ def test_a_shard_unlinked_between_match_and_read_is_a_miss_that_heals(bank: Pref
     model.path_of(lost).unlink()
     with pytest.raises(ShardMissingError) as raised:
         model.read(lost)
-    assert resolver.heal(model.session.index, model.session.shards, lost, raised.value)
+    assert restoring.heal(model.session.index, model.session.shards, lost, raised.value)
     assert model.held(PROMPT) == [4]
-    assert not resolver.heal(model.session.index, model.session.shards, lost, raised.value), "it was healed twice"
+    assert not restoring.heal(model.session.index, model.session.shards, lost, raised.value), "it was healed twice"
     model.store(PROMPT)
     assert model.held(PROMPT) == [10]
 
@@ -39,7 +39,7 @@ def test_a_reader_that_lost_a_race_with_prune_does_not_harm_what_was_stored_sinc
     for record in found.chunks:
         with pytest.raises(ShardMissingError) as raised:
             model.read(record)
-        assert not resolver.heal(model.session.index, model.session.shards, record, raised.value)
+        assert not restoring.heal(model.session.index, model.session.shards, record, raised.value)
     assert model.resolve(PROMPT, [b"B"]).n_tokens == 10
 
 
@@ -84,7 +84,7 @@ def test_a_shard_cut_short_while_it_is_read_is_corrupt_and_not_a_hit(
     with pytest.raises(ShardCorruptError) as raised:
         bank._session.shards.read_into(record, empty_runs(model.layout, record.n_tokens))
     monkeypatch.undo()
-    assert resolver.heal(model.session.index, model.session.shards, record, raised.value)
+    assert restoring.heal(model.session.index, model.session.shards, record, raised.value)
     assert not path.exists()
     assert model.held(PROMPT) == [0]
 

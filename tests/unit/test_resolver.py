@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefixbank import resolver
+from prefixbank import resolver, restoring
 from prefixbank.bank import PrefixBank
 from prefixbank.chunking import full_chunks, pack_token_ids
 from prefixbank.index import chunk_rows
@@ -189,7 +189,8 @@ def test_healing_on_a_system_error_leaves_the_shard_alone(bank: PrefixBank, mode
 
     model.store(SHOTS)
     for record in bank.chunks():
-        assert not resolver.heal(model.session.index, model.session.shards, record, StorageError("too many open files"))
+        failure = StorageError("too many open files")
+        assert not restoring.heal(model.session.index, model.session.shards, record, failure)
     assert model.resolve(SHOTS).n_tokens == 10
 
 

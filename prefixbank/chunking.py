@@ -47,11 +47,15 @@ def chunk_key(parent_key: ChunkKey, token_ids: bytes) -> ChunkKey:
     return ChunkKey(_hash128(parent_key + token_ids))
 
 
-def full_chunks(root: ChunkKey, token_ids: bytes, chunk_tokens: int) -> Iterator[tuple[int, ChunkKey]]:
-    """Yield `(start, key)` of each full chunk of the packed `token_ids`; `start` counts tokens."""
+def full_chunks(
+    parent_key: ChunkKey, token_ids: bytes, chunk_tokens: int, start: int = 0
+) -> Iterator[tuple[int, ChunkKey]]:
+    """Yield `(start, key)` of each full chunk of the packed `token_ids` from token `start` on; `start` counts tokens.
+
+    `parent_key` is that of the chunk that ends at `start`, or a root key.
+    """
     step = chunk_tokens * TOKEN_BYTES
-    parent_key = root
-    for low in range(0, len(token_ids) - step + 1, step):
+    for low in range(start * TOKEN_BYTES, len(token_ids) - step + 1, step):
         parent_key = chunk_key(parent_key, token_ids[low : low + step])
         yield low // TOKEN_BYTES, parent_key
 

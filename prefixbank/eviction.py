@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from prefixbank.index import Index, chunk_rows, prefix_rows
@@ -23,7 +25,7 @@ __all__ = ["PlannedChunk", "PrunePlan", "PrunePolicy", "execute", "find_leftover
 GRACE_S = 3600
 """How old a file without a row must be to count as left over: a store may be about to commit its row."""
 
-_ROWS_PER_TRANSACTION = 500
+_ROWS_PER_TRANSACTION = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,10 @@ class PrunePolicy:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChunk:
-    """Name one chunk to remove and why: `budget`, `unused`, `namespace` or `hole`."""
+    """Name one chunk to remove and why: `budget`, `unused`, `namespace`, `hole` or `removed`.
+
+    The record comes without its token ids: a plan may list a whole bank.
+    """
 
     record: ChunkRecord
     reason: str
@@ -95,7 +100,7 @@ def _removable(
     whole_namespace = policy.namespace_id is not None and policy.max_bytes is None and policy.unused_before is None
     must_stay = protected | prefix_rows.pinned_chain_keys(tx)
     removed_children: Counter[ChunkKey] = Counter()
-    passed: dict[ChunkKey, ChunkRecord] = {}  # came up while something still stood on them
+    passed: dict[ChunkKey, tuple[ChunkRecord, int]] = {}  # came up while something still stood on them
 
     def reason(record: ChunkRecord) -> str | None:
         if record.file_name is None:
@@ -108,24 +113,26 @@ def _removable(
             return "budget"
         return None
 
-    for row in chunk_rows.iter_by_use(tx, policy.namespace_id):
-        record: ChunkRecord | None = row
-        while record is not None:
-            why = None if record.key in must_stay else reason(record)
-            if why is None:
-                break
-            if chunk_rows.count_children(tx, record.key) > removed_children[record.key]:
-                passed[record.key] = record
-                break
-            yield PlannedChunk(record, why)
-            kept_bytes -= record.disk_bytes
-            if record.parent_key is None:
-                break
-            removed_children[record.parent_key] += 1
-            record = passed.pop(record.parent_key, None)
-        over = policy.max_bytes is not None and kept_bytes > policy.max_bytes
-        if not over and not whole_namespace and policy.unused_before is None:
-            return
+    with closing(chunk_rows.iter_by_use(tx, policy.namespace_id)) as rows:
+        for row in rows:
+            candidate: tuple[ChunkRecord, int] | None = row
+            while candidate is not None:
+                record, n_children = candidate
+                why = None if record.key in must_stay else reason(record)
+                if why is None:
+                    break
+                if n_children > removed_children[record.key]:
+                    passed[record.key] = candidate
+                    break
+                yield PlannedChunk(record, why)
+                kept_bytes -= record.disk_bytes
+                if record.parent_key is None:
+                    break
+                removed_children[record.parent_key] += 1
+                candidate = passed.pop(record.parent_key, None)
+            over = policy.max_bytes is not None and kept_bytes > policy.max_bytes
+            if not over and not whole_namespace and policy.unused_before is None:
+                return
 
 
 def plan_removal(tx: sa.Connection, prefix_name: str) -> PrunePlan:
@@ -134,15 +141,15 @@ def plan_removal(tx: sa.Connection, prefix_name: str) -> PrunePlan:
     others = {p.chunk_key for p in prefixes if p.name != prefix_name and p.chunk_key is not None}
     needed = prefix_rows.chain_keys(tx, others)
     ends = {p.chunk_key for p in prefixes if p.name == prefix_name and p.chunk_key is not None}
-    chain = chunk_rows.find(tx, list(prefix_rows.chain_keys(tx, ends) - needed))
+    records = chunk_rows.find(tx, list(prefix_rows.chain_keys(tx, ends) - needed))
     # The states kept inside the prefix go with it.
-    inside = [tail for record in chain.values() for tail in chunk_rows.shorter_siblings(tx, record, with_state=True)]
-    chain |= {tail.key: tail for tail in inside if tail.key not in needed}
+    inside = [tail for record in records.values() for tail in chunk_rows.shorter_siblings(tx, record, with_state=True)]
+    records |= {tail.key: tail for tail in inside if tail.key not in needed}
     removed_children: Counter[ChunkKey] = Counter()
     chosen: list[PlannedChunk] = []
-    for record in sorted(chain.values(), key=lambda record: record.start, reverse=True):
+    for record in sorted(records.values(), key=lambda record: record.start, reverse=True):
         if chunk_rows.count_children(tx, record.key) <= removed_children[record.key]:
-            chosen.append(PlannedChunk(record, "removed"))
+            chosen.append(PlannedChunk(replace(record, token_ids=b""), "removed"))
             if record.parent_key is not None:
                 removed_children[record.parent_key] += 1
     kept_bytes = chunk_rows.disk_bytes(tx) - sum(p.record.disk_bytes for p in chosen)
@@ -151,17 +158,18 @@ def plan_removal(tx: sa.Connection, prefix_name: str) -> PrunePlan:
 
 def find_leftovers(index: Index, shards: ShardStore, now_s: float) -> tuple[FileOnDisk, ...]:
     """Return the files that no row names and that are too old to be a store in progress."""
-    files = [*shards.iter_files("shards"), *shards.iter_files("tmp")]
+    files = chain(shards.iter_files("shards"), shards.iter_files("tmp"))
     old = [file for file in files if now_s - file.mtime_s > GRACE_S]
     if not old:
         return ()
     with index.reading() as tx:
-        named = {
-            shards.path_of(record.file_name).relative_to(shards.root).as_posix()
-            for record in chunk_rows.list_all(tx)
-            if record.file_name is not None
-        }
-    return tuple(file for file in old if file.path not in named)
+        named = chunk_rows.file_names(tx)
+
+    def is_named(file: FileOnDisk) -> bool:
+        _, _, name = file.path.rpartition("/")
+        return name in named and str(shards.path_of(name)) == f"{shards.root}/{file.path}"
+
+    return tuple(file for file in old if not is_named(file))
 
 
 def execute(index: Index, shards: ShardStore, todo: PrunePlan) -> PrunePlan:
@@ -174,15 +182,13 @@ def execute(index: Index, shards: ShardStore, todo: PrunePlan) -> PrunePlan:
         group = todo.chunks[low : low + _ROWS_PER_TRANSACTION]
         with index.writing() as tx:
             pinned = prefix_rows.pinned_chain_keys(tx)  # what was pinned since the plan was made
-            gone = [
-                planned
-                for planned in group
-                if planned.record.key not in pinned and chunk_rows.delete(tx, planned.record)
-            ]
-        for planned in gone:
-            if planned.record.file_name is not None:
-                shards.unlink(shards.path_of(planned.record.file_name))
-        removed += gone
+            unpinned = (planned.record for planned in group if planned.record.key not in pinned)
+            gone = chunk_rows.delete_many(tx, unpinned)
+        for planned in group:
+            if planned.record.key in gone:
+                removed.append(planned)
+                if planned.record.file_name is not None:
+                    shards.unlink(shards.path_of(planned.record.file_name))
     files = tuple(file for file in todo.files if shards.unlink(shards.root / file.path))
     return PrunePlan(tuple(removed), files, todo.kept_bytes)
 

@@ -1,13 +1,14 @@
 """Own finding the longest stored prefix of a prompt; must know neither SQL nor files.
 
-Chunk keys locate rows in one query; the token ids in the rows prove them, from the root on. The last chunk may be used
-in part, so that a match ends where the prompts part, not where a chunk does.
+Chunk keys locate rows, a group in each query; the token ids in the rows prove them, from the root on. The last chunk
+may be used in part, so that a match ends where the prompts part, not where a chunk does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from prefixbank.chunking import TOKEN_BYTES, common_run, first_token, full_chunks
@@ -18,10 +19,13 @@ from prefixbank.values import ChunkKey, ChunkRecord, Match, Namespace
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
-__all__ = ["match", "rest_on_states", "walk"]
+__all__ = ["match", "rest_on_states"]
 
 MAX_CANDIDATES = 256
 """How many chunks that may share a beginning with the prompt are compared, the last used first."""
+
+_FIRST_ASKED = 32
+"""How many chunks are looked up first; four times as many each time that all of them are there."""
 
 REASON_ALL = "all"
 REASON_PARTIAL = "partial"
@@ -30,63 +34,39 @@ REASON_LOST = "lost"
 REASON_NO_STATE = "no-state"
 
 
-def walk(
-    rows: dict[ChunkKey, ChunkRecord],
-    keys: Sequence[tuple[int, ChunkKey]],
-    namespace_id: int,
+def match(
+    index: Index,
+    namespace: Namespace,
     token_ids: bytes,
     chunk_tokens: int,
-) -> list[ChunkRecord]:
-    """Return the rows, from the root on, that are proven to be the chunks of `token_ids`; holes are included."""
-    proven: list[ChunkRecord] = []
-    parent_key: ChunkKey | None = None
-    for start, key in keys:
-        row = rows.get(key)
-        ids = token_ids[start * TOKEN_BYTES : (start + chunk_tokens) * TOKEN_BYTES]
-        if (
-            row is None
-            or row.parent_key != parent_key
-            or row.namespace_id != namespace_id
-            or row.start != start
-            or row.token_ids != ids
-        ):
-            break
-        proven.append(row)
-        parent_key = key
-    return proven
+    limit: int,
+    known: Sequence[ChunkRecord] = (),
+) -> Match:
+    """Return the longest stored prefix of the packed `token_ids`, of at most `limit` tokens. Reads no shard.
 
-
-def match(index: Index, namespace: Namespace, token_ids: bytes, chunk_tokens: int, limit: int) -> Match:
-    """Return the longest stored prefix of the packed `token_ids`, of at most `limit` tokens. Reads no shard."""
+    `known` may be the chunks of an earlier match: of those that the prompt begins with, only the last is looked up
+    again (see `_proven_chunks`).
+    """
     n_prompt_tokens = len(token_ids) // TOKEN_BYTES
     usable = token_ids[: limit * TOKEN_BYTES]
-    keys = list(full_chunks(namespace.root_key, usable, chunk_tokens))
+    begun = () if rest_on_states(namespace.layout) else _beginning(known, namespace, usable, chunk_tokens)
     with index.reading() as tx:
-        rows = chunk_rows.find(tx, [key for _, key in keys])
-        chain: list[ChunkRecord] = []
-        lost = False
-        for row in walk(rows, keys, namespace.id, usable, chunk_tokens):
-            if row.file_name is None:
-                lost = True
-                break
-            chain.append(row)
+        chain = _proven_chunks(tx, namespace, usable, chunk_tokens, begun)
+        lost = bool(chain) and chain[-1].file_name is None
+        if lost:
+            chain.pop()
         start = chain[-1].end if chain else 0
         n_tokens = start
         rest = usable[start * TOKEN_BYTES :]
         if rest:
-            candidates = chunk_rows.children(
-                tx,
-                namespace.id,
-                chain[-1].key if chain else None,
-                first_token(rest),
-                MAX_CANDIDATES,
-            )
-            runs = [(common_run(c.token_ids, rest), c) for c in candidates if c.start == start]
+            parent_key = chain[-1].key if chain else None
+            candidates = chunk_rows.beginnings(tx, namespace.id, parent_key, first_token(rest), MAX_CANDIDATES)
+            runs = [(common_run(ids, rest), -n_bytes, key) for key, of, n_bytes, ids in candidates if of == start]
             # Of equally long runs the smallest file is read.
-            longest = max(runs, key=lambda run: (run[0], -run[1].n_bytes), default=None)
-            if longest is not None and longest[0]:
-                chain.append(longest[1])
-                n_tokens += longest[0]
+            n_common, _, key = max(runs, key=lambda run: run[:2], default=(0, 0, None))
+            if key is not None and n_common:
+                chain.append(chunk_rows.find(tx, [key])[key])
+                n_tokens += n_common
         n_known_tokens = n_tokens
         if rest_on_states(namespace.layout):
             chain = _to_last_state(tx, namespace, chain, usable)
@@ -110,6 +90,69 @@ def match(index: Index, namespace: Namespace, token_ids: bytes, chunk_tokens: in
     )
 
 
+def _beginning(
+    known: Sequence[ChunkRecord], namespace: Namespace, usable: bytes, chunk_tokens: int
+) -> Sequence[ChunkRecord]:
+    """Return the known chunks, from the root on, that are full and hold the first token ids of `usable`."""
+    step = chunk_tokens * TOKEN_BYTES
+    n = 0
+    parent_key = None
+    for low, record in zip(range(0, len(usable) - step + 1, step), known, strict=False):
+        if (
+            record.token_ids != usable[low : low + step]
+            or record.parent_key != parent_key
+            or record.namespace_id != namespace.id
+            or record.file_name is None
+        ):
+            break
+        n += 1
+        parent_key = record.key
+    return known[:n]
+
+
+def _proven_chunks(
+    tx: sa.Connection, namespace: Namespace, usable: bytes, chunk_tokens: int, begun: Sequence[ChunkRecord]
+) -> list[ChunkRecord]:
+    """Return the full chunks, from the root on, that are proven to be those of `usable`; the last may be a hole.
+
+    The chunks `begun` were proven by an earlier match. Where the last one's row still names the same file, it is the
+    very row of then, since a chunk that is deleted and stored again gets a file of another name; and while a row
+    stands, so do its parents, with their token ids. A parent that lost its shard since is not noticed: loading it is
+    a miss.
+    """
+    chain = list(begun[:-1])
+    chain += _walk(tx, namespace, usable, chunk_tokens, chain[-1] if chain else None)
+    if begun and not (len(chain) >= len(begun) and chain[len(begun) - 1].file_name == begun[-1].file_name):
+        return _proven_chunks(tx, namespace, usable, chunk_tokens, ())
+    return chain
+
+
+def _walk(
+    tx: sa.Connection, namespace: Namespace, usable: bytes, chunk_tokens: int, parent: ChunkRecord | None
+) -> Iterator[ChunkRecord]:
+    """Yield the full chunks behind `parent` (None: the root) while their rows prove them, up to the first hole."""
+    parent_key, start = (None, 0) if parent is None else (parent.key, parent.end)
+    keys = full_chunks(parent_key or namespace.root_key, usable, chunk_tokens, start)
+    n_asked = _FIRST_ASKED
+    while asked := list(islice(keys, n_asked)):
+        rows = chunk_rows.find_chain(tx, [key for _, key in asked])
+        for start, key in asked:
+            row = rows.get(key)
+            if (
+                row is None
+                or row.parent_key != parent_key
+                or row.namespace_id != namespace.id
+                or row.start != start
+                or row.token_ids != usable[start * TOKEN_BYTES : (start + chunk_tokens) * TOKEN_BYTES]
+            ):
+                return
+            yield row
+            if row.file_name is None:
+                return
+            parent_key = key
+        n_asked *= 4
+
+
 @lru_cache(maxsize=64)
 def rest_on_states(layout: str) -> bool:
     """Tell whether caches of a layout (as JSON) can be resumed only where states were stored."""
@@ -128,7 +171,7 @@ def _to_last_state(
 
     whole = [record for record in chain if is_whole(record)]  # the last one may part from the prompt inside
     ends: dict[ChunkKey | None, int] = {None: 0} | {record.key: record.end for record in whole}
-    found = chunk_rows.with_state(tx, namespace.id, [record.key for record in whole], first_token(usable))
+    found = chunk_rows.with_state(tx, namespace.id, [record.key for record in whole], usable)
     proven = [record for record in found if ends.get(record.parent_key) == record.start and is_whole(record)]
     if not proven:
         return []

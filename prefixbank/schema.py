@@ -37,6 +37,7 @@ __all__ = [
     "metadata",
     "namespaces",
     "prefixes",
+    "rates",
     "read_revision",
     "require_current",
     "translating",
@@ -45,8 +46,8 @@ __all__ = [
 ]
 
 APPLICATION_ID = 0x70666278  # "pfbx"
-HEAD_REVISION = "0002"
-KNOWN_REVISIONS = ("0001", "0002")
+HEAD_REVISION = "0003"
+KNOWN_REVISIONS = ("0001", "0002", "0003")
 
 FIRST_SAFE_WAL = (3, 51, 3)
 """SQLite before this may corrupt an index in WAL mode when a reset meets a writer: use the DELETE journal there."""
@@ -142,6 +143,23 @@ weights_digests = sa.Table(
     sa.Column("mtime_ns", sa.BigInteger, nullable=False),
     sa.Column("ctime_ns", sa.BigInteger, nullable=False),
     sa.Column("digest", sa.String(64), nullable=False),
+)
+
+rates = sa.Table(
+    "rates",
+    metadata,
+    sa.Column(
+        "namespace_id",
+        sa.Integer,
+        sa.ForeignKey("namespaces.id", ondelete="CASCADE"),
+        primary_key=True,
+    ),
+    sa.Column("device", sa.Text, primary_key=True),
+    sa.Column("compute_s", sa.Float),
+    sa.Column("compute_s_per_token", sa.Float),
+    sa.Column("load_s", sa.Float),
+    sa.Column("load_s_per_byte", sa.Float),
+    sa.Column("updated_at", sa.BigInteger, nullable=False),
 )
 
 

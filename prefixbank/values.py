@@ -12,6 +12,7 @@ __all__ = [
     "MatchReason",
     "Namespace",
     "PrefixRecord",
+    "Rates",
     "WeightsFile",
 ]
 
@@ -102,12 +103,35 @@ class WeightsFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """Say how fast a device computes and loads the prefixes of a namespace, as measured.
+
+    A prefill of `n` tokens takes `compute_s + n * compute_s_per_token` seconds, a load of `n` bytes of shards
+    `load_s + n * load_s_per_byte`; a pair that was not measured yet is None. `device` names the hardware, as in
+    "cpu"; `updated_at` is in seconds since the epoch.
+    """
+
+    namespace_id: int
+    device: str
+    compute_s: float | None
+    compute_s_per_token: float | None
+    load_s: float | None
+    load_s_per_byte: float | None
+    updated_at: int
+
+
+@dataclass(frozen=True, slots=True)
 class Match:
     """Say how much of a prompt is stored. Holds no arrays and reads no shard.
 
     `n_tokens` leading token ids can be resumed; the last chunk of `chunks` may be used in part. `n_bytes` is the length
     of the shard files to read. At least one token of the prompt is always left to compute. `n_known_tokens` leading
-    tokens are stored in all: more than `n_tokens` where recurrent layers can't be resumed that far.
+    tokens are stored in all: more than `n_tokens` where recurrent layers can't be resumed that far. With `in_memory`
+    the prefix is kept in memory, of which `chunks` may hold less. `parted`: what is at hand goes on otherwise than the
+    prompt, so it is at this place that prompts part.
+
+    `load_s` and `compute_s` are how many seconds loading these tokens is estimated to take, and computing them; None
+    where too little was measured. `loading_pays` says whether they will be loaded.
     """
 
     n_prompt_tokens: int
@@ -116,8 +140,18 @@ class Match:
     reason: MatchReason
     chunks: tuple[ChunkRecord, ...] = field(default=(), repr=False)
     n_known_tokens: int = 0
+    in_memory: bool = False
+    parted: bool = False
+    load_s: float | None = None
+    compute_s: float | None = None
+    loading_pays: bool = True
 
     @property
     def n_rest_tokens(self) -> int:
         """Return how many token ids are left to compute."""
         return self.n_prompt_tokens - self.n_tokens
+
+    @property
+    def n_stored_tokens(self) -> int:
+        """Return how many of the matched tokens the bank's files hold."""
+        return min(self.n_tokens, self.chunks[-1].end) if self.chunks else 0

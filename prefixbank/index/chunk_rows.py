@@ -1,23 +1,35 @@
-"""Own the rows of chunks, the tick that orders their use, and the sum of their bytes."""
+"""Own the rows of chunks, the tick that orders their use, and the sum of their bytes.
+
+What a match asks, and what is written for many chunks at once, goes to sqlite3 itself: SQLAlchemy would take several
+times as long to expand a list of keys as SQLite to look them up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
+from operator import attrgetter
+from typing import Any
 
 import sqlalchemy as sa
 
-from prefixbank.chunking import first_token
+from prefixbank.chunking import TOKEN_BYTES, first_token
 from prefixbank.schema import bank_state, chunks, prefixes
 from prefixbank.values import ChunkKey, ChunkRecord
 
 __all__ = [
     "Totals",
     "add",
+    "beginnings",
     "children",
     "count_children",
     "delete",
+    "delete_many",
+    "file_names",
     "find",
+    "find_chain",
     "heal",
     "iter_by_use",
     "list_all",
@@ -26,10 +38,13 @@ __all__ = [
     "shorter_siblings",
     "totals",
     "touch",
+    "touch_many",
     "with_state",
 ]
 
 _COLUMNS = [chunks.c[field.name] for field in fields(ChunkRecord)]  # all but first_token, which only queries need
+_SELECT = str(sa.select(*_COLUMNS))
+_BOOLEAN = _COLUMNS.index(chunks.c.has_state)
 KEYS_PER_QUERY = 10_000  # SQLite binds 32,766 parameters at most
 
 
@@ -47,6 +62,27 @@ def _from_row(row: Sequence[object]) -> ChunkRecord:
     return ChunkRecord(*row)  # type: ignore[arg-type]  # the columns are selected in the fields' order
 
 
+def _sqlite(tx: sa.Connection) -> Any:
+    """Return sqlite3's own connection, inside the same transaction; `Index` turns its errors into ours."""
+    return tx.connection.driver_connection
+
+
+def _from_sqlite(row: tuple[Any, ...]) -> ChunkRecord:
+    """Return the record of a row of `_SELECT`; sqlite3 knows no booleans."""
+    return _from_row((*row[:_BOOLEAN], bool(row[_BOOLEAN]), *row[_BOOLEAN + 1 :]))
+
+
+def _padded(keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+    """Return the keys, the last one repeated up to a power of two: so few statements are ever prepared."""
+    n = 1 << (len(keys) - 1).bit_length()
+    return [*keys, *[keys[-1]] * (n - len(keys))]
+
+
+@cache
+def _marks(n: int) -> str:
+    return ", ".join("?" * n)
+
+
 def same_chunk(left: ChunkRecord, right: ChunkRecord) -> bool:
     """Tell whether two records are the same token ids at the same place of the same chain; keys prove nothing."""
     return (
@@ -61,10 +97,38 @@ def find(tx: sa.Connection, keys: Sequence[ChunkKey]) -> dict[ChunkKey, ChunkRec
     """Return the rows of the given keys that exist. Whether a row is the chunk that was meant is the caller's check."""
     found: dict[ChunkKey, ChunkRecord] = {}
     for low in range(0, len(keys), KEYS_PER_QUERY):
-        query = sa.select(*_COLUMNS).where(chunks.c.key.in_(keys[low : low + KEYS_PER_QUERY]))
-        for row in tx.execute(query):
-            record = _from_row(row)
-            found[record.key] = record
+        asked = _padded(keys[low : low + KEYS_PER_QUERY])
+        rows = _sqlite(tx).execute(f"{_SELECT} WHERE key IN ({_marks(len(asked))})", asked)
+        found |= {row[0]: _from_sqlite(row) for row in rows.fetchall()}
+    return found
+
+
+def find_chain(tx: sa.Connection, keys: Sequence[ChunkKey]) -> dict[ChunkKey, ChunkRecord]:
+    """Return the rows of chunks that follow each other in a chain, as `find` does; none where the first is missing.
+
+    Chunks that were stored in one go lie one behind the other: they are read from where the first one lies, which
+    takes a third of the time of looking them all up. The others are looked up.
+    """
+    found: dict[ChunkKey, ChunkRecord] = {}
+    rows = _sqlite(tx).execute(_SELECT_RUN, (keys[0], len(keys)))
+    for key, row in zip(keys, rows, strict=False):
+        if row[0] != key:
+            break
+        found[key] = _from_sqlite(row)
+    rows.close()
+    return found | find(tx, keys[len(found) :]) if found else {}
+
+
+_PLACE = "(SELECT rowid FROM chunks WHERE key = ?)"
+_SELECT_RUN = f"{_SELECT} WHERE rowid >= {_PLACE} ORDER BY rowid LIMIT ?"
+
+
+def beginnings(
+    tx: sa.Connection, namespace_id: int, parent_key: ChunkKey | None, beginning: int, limit: int
+) -> list[tuple[ChunkKey, int, int, bytes]]:
+    """Return key, start, bytes and token ids of what `children` returns."""
+    rows = _sqlite(tx).execute(f"{_SELECT_BEGINNING} {_CHILDREN}", (parent_key, namespace_id, beginning, limit))
+    found: list[tuple[ChunkKey, int, int, bytes]] = rows.fetchall()
     return found
 
 
@@ -72,18 +136,15 @@ def children(
     tx: sa.Connection, namespace_id: int, parent_key: ChunkKey | None, beginning: int, limit: int
 ) -> list[ChunkRecord]:
     """Return the chunks with a shard behind `parent_key` that begin with token `beginning`, the last used first."""
-    query = (
-        sa.select(*_COLUMNS)
-        .where(
-            chunks.c.parent_key.is_not_distinct_from(parent_key),
-            chunks.c.namespace_id == namespace_id,
-            chunks.c.first_token == beginning,
-            chunks.c.file_name.is_not(None),
-        )
-        .order_by(chunks.c.last_used.desc())
-        .limit(limit)
-    )
-    return [_from_row(row) for row in tx.execute(query)]
+    rows = _sqlite(tx).execute(f"{_SELECT} {_CHILDREN}", (parent_key, namespace_id, beginning, limit))
+    return [_from_sqlite(row) for row in rows.fetchall()]
+
+
+_SELECT_BEGINNING = str(sa.select(chunks.c.key, chunks.c.start, chunks.c.n_bytes, chunks.c.token_ids))
+_CHILDREN = (
+    "WHERE parent_key IS ? AND namespace_id = ? AND first_token = ? AND file_name IS NOT NULL "
+    "ORDER BY last_used DESC LIMIT ?"
+)
 
 
 def children_of(tx: sa.Connection, namespace_id: int, parent_key: ChunkKey | None, limit: int) -> list[ChunkRecord]:
@@ -106,21 +167,24 @@ def count_children(tx: sa.Connection, key: ChunkKey) -> int:
 
 
 def with_state(
-    tx: sa.Connection, namespace_id: int, parent_keys: Sequence[ChunkKey], beginning: int
+    tx: sa.Connection, namespace_id: int, parent_keys: Sequence[ChunkKey], token_ids: bytes
 ) -> list[ChunkRecord]:
-    """Return the chunks with states that stand on the given ones, or are first chunks with token `beginning`."""
-    found: list[ChunkRecord] = []
-    first = chunks.c.parent_key.is_(None) & (chunks.c.first_token == beginning)
-    for low in range(0, max(len(parent_keys), 1), KEYS_PER_QUERY):
-        behind = chunks.c.parent_key.in_(parent_keys[low : low + KEYS_PER_QUERY])
-        query = sa.select(*_COLUMNS).where(
-            chunks.c.namespace_id == namespace_id,
-            chunks.c.has_state,
-            chunks.c.file_name.is_not(None),
-            (behind | first) if low == 0 else behind,
-        )
-        found += [_from_row(row) for row in tx.execute(query)]
-    return found
+    """Return the chunks with states that stand on the given ones, and the first chunks that `token_ids` begin with."""
+    first = (namespace_id, first_token(token_ids), token_ids)
+    found = _sqlite(tx).execute(f"{_SELECT} WHERE {_FIRST} AND {_HAS_STATE}", first).fetchall()
+    for low in range(0, len(parent_keys), KEYS_PER_QUERY):
+        asked = _padded(parent_keys[low : low + KEYS_PER_QUERY])
+        # The plus keeps SQLite off the index of namespaces, most of whose chunks it would read.
+        where = f"parent_key IN ({_marks(len(asked))}) AND +namespace_id = ? AND {_HAS_STATE}"
+        found += _sqlite(tx).execute(f"{_SELECT} WHERE {where}", [*asked, namespace_id]).fetchall()
+    return [_from_sqlite(row) for row in found]
+
+
+_HAS_STATE = "has_state AND file_name IS NOT NULL"
+_FIRST = (
+    "parent_key IS NULL AND namespace_id = ? AND first_token = ? "
+    f"AND token_ids = substr(?, 1, n_tokens * {TOKEN_BYTES})"
+)
 
 
 def shorter_siblings(tx: sa.Connection, record: ChunkRecord, *, with_state: bool = False) -> list[ChunkRecord]:
@@ -177,12 +241,30 @@ def replaced_by(row: ChunkRecord, record: ChunkRecord) -> bool:
 
 def delete(tx: sa.Connection, record: ChunkRecord) -> bool:
     """Delete a chunk that no other stands on; returns False where it changed meanwhile or has children."""
-    if count_children(tx, record.key):
-        return False
-    gone = tx.execute(sa.delete(chunks).where(*_unchanged(record))).rowcount == 1
+    return bool(delete_many(tx, [record]))
+
+
+def delete_many(tx: sa.Connection, records: Iterable[ChunkRecord]) -> set[ChunkKey]:
+    """Delete chunks one after another, as `delete` does, and return the keys of those that went.
+
+    Children that come first make way for their parents. Of a record only its key, file name and bytes matter.
+    """
+    connection = _sqlite(tx)
+    gone: set[ChunkKey] = set()
+    n_bytes = 0
+    for record in records:
+        if connection.execute(_DELETE, (record.key, record.file_name)).rowcount == 1:
+            gone.add(record.key)
+            n_bytes += record.disk_bytes
     if gone:
-        _add_bytes(tx, -record.disk_bytes)
+        _add_bytes(tx, -n_bytes)
     return gone
+
+
+_DELETE = (
+    "DELETE FROM chunks WHERE key = ? AND file_name IS ? "
+    "AND NOT EXISTS (SELECT 1 FROM chunks AS child WHERE child.parent_key = chunks.key)"
+)
 
 
 def heal(tx: sa.Connection, record: ChunkRecord) -> bool:
@@ -209,37 +291,67 @@ def _unchanged(record: ChunkRecord) -> list[sa.ColumnElement[bool]]:
 
 def next_tick(tx: sa.Connection) -> int:
     """Advance the bank's counter and return it."""
-    advance = sa.update(bank_state).values(tick=bank_state.c.tick + 1).returning(bank_state.c.tick)
+    return _advance(tx, 1)
+
+
+def _advance(tx: sa.Connection, n_ticks: int) -> int:
+    advance = sa.update(bank_state).values(tick=bank_state.c.tick + n_ticks).returning(bank_state.c.tick)
     return int(tx.execute(advance).scalar_one())
 
 
 def touch(tx: sa.Connection, keys: Sequence[ChunkKey], tick: int, now_s: int, *, hits: int = 1) -> None:
     """Note a use of a chain: all its chunks get one tick, so that no parent is older than its child."""
-    if not keys:
+    _note(tx, [(tick, now_s, hits, key) for key in keys])
+
+
+def touch_many(tx: sa.Connection, uses: Sequence[Sequence[ChunkKey]], now_s: int) -> None:
+    """Note uses of whole chains, in their order: each gets a tick, and a chunk that of its last use.
+
+    Each chunk is written once, however often it was used. A use of a chunk is one of all its parents, so no parent is
+    older than its child.
+    """
+    if not uses:
         return
-    statement = (
-        sa.update(chunks)
-        .where(chunks.c.key == sa.bindparam("of_key"))
-        .values(last_used=tick, last_used_at=now_s, hits=chunks.c.hits + hits)
-    )
-    tx.execute(statement, [{"of_key": key} for key in keys])
+    first_tick = _advance(tx, len(uses)) - len(uses) + 1
+    ticks = {key: tick for tick, keys in enumerate(uses, first_tick) for key in keys}
+    hits = Counter(key for keys in uses for key in keys)
+    _note(tx, [(tick, now_s, hits[key], key) for key, tick in ticks.items()])
 
 
-def iter_by_use(tx: sa.Connection, namespace_id: int | None = None) -> Iterator[ChunkRecord]:
-    """Yield the chunks from the least to the most recently used, children before their parents."""
-    query = sa.select(*_COLUMNS).order_by(chunks.c.last_used, chunks.c.start.desc())
+def _note(tx: sa.Connection, uses: list[tuple[int, int, int, ChunkKey]]) -> None:
+    """Write down tick, time, hits and key of each chunk that was used."""
+    statement = "UPDATE chunks SET last_used = ?, last_used_at = ?, hits = hits + ? WHERE key = ?"
+    _sqlite(tx).executemany(statement, uses)
+
+
+def iter_by_use(tx: sa.Connection, namespace_id: int | None = None) -> Generator[tuple[ChunkRecord, int], None, None]:
+    """Yield each chunk and how many others stand on it, the least recently used first, children before their parents.
+
+    The records come without their token ids, which are most of a row.
+    """
+    child = chunks.alias("child")
+    n_children = sa.select(sa.func.count()).where(child.c.parent_key == chunks.c.key).scalar_subquery()
+    columns = [sa.literal_column("x''") if column is chunks.c.token_ids else column for column in _COLUMNS]
+    query = sa.select(*columns, n_children).order_by(chunks.c.last_used, chunks.c.start.desc())
     if namespace_id is not None:
         query = query.where(chunks.c.namespace_id == namespace_id)
-    for row in tx.execute(query.execution_options(yield_per=256)):
-        yield _from_row(row)
+    with tx.execute(query.execution_options(yield_per=256)) as rows:
+        for *row, n in rows:
+            yield _from_row(row), n
 
 
 def list_all(tx: sa.Connection, namespace_id: int | None = None) -> list[ChunkRecord]:
     """Return all chunks, by namespace and start."""
-    query = sa.select(*_COLUMNS).order_by(chunks.c.namespace_id, chunks.c.start, chunks.c.key)
+    query = sa.select(*_COLUMNS)
     if namespace_id is not None:
         query = query.where(chunks.c.namespace_id == namespace_id)
-    return [_from_row(row) for row in tx.execute(query)]
+    # SQLite would move the token ids about to sort the rows.
+    return sorted(map(_from_row, tx.execute(query)), key=attrgetter("namespace_id", "start", "key"))
+
+
+def file_names(tx: sa.Connection) -> set[str]:
+    """Return the names of all shards that rows name."""
+    return set(tx.execute(sa.select(chunks.c.file_name).where(chunks.c.file_name.is_not(None))).scalars())
 
 
 def disk_bytes(tx: sa.Connection) -> int:

@@ -210,15 +210,22 @@ def test_migrate_brings_an_older_index_to_the_newest_schema(run: Run, filled: Fi
         assert bank.chunks() == []
 
 
-def test_migrate_keeps_what_an_index_of_the_first_schema_holds(run: Run, filled: FilledBank) -> None:
+UNDO = {"0003": ["DROP TABLE rates"], "0002": ["ALTER TABLE chunks DROP COLUMN has_state"]}
+"""What takes an index back by one revision."""
+
+
+@pytest.mark.parametrize("revision", ["0001", "0002"])
+def test_migrate_keeps_what_an_index_of_an_older_schema_holds(run: Run, filled: FilledBank, revision: str) -> None:
     with closing(sqlite3.connect(filled.root / "index.sqlite3")) as index:
-        index.execute("ALTER TABLE chunks DROP COLUMN has_state")
-        index.execute("UPDATE alembic_version SET version_num = '0001'")
+        for of_revision in sorted(UNDO, reverse=True):
+            for statement in UNDO[of_revision] if of_revision > revision else ():
+                index.execute(statement)
+        index.execute("UPDATE alembic_version SET version_num = ?", (revision,))
         index.commit()
     refused = run("ls")
     assert (refused.code, "run `prefixbank migrate`" in refused.err) == (12, True)
     document = run("migrate", "--json").document
-    assert (document["from_revision"], document["to_revision"]) == ("0001", HEAD_REVISION)
+    assert (document["from_revision"], document["to_revision"]) == (revision, HEAD_REVISION)
     with PrefixBank.open(filled.root) as bank:
         assert len(bank.chunks()) == 7
         assert bank.check(read_data=True).ok

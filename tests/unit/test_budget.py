@@ -125,6 +125,23 @@ def test_leftovers_are_deleted_only_after_the_grace(bank: PrefixBank, model: Fak
     assert bank.check().findings == ()
 
 
+def test_a_file_of_a_shards_name_in_another_folder_is_left_over(bank: PrefixBank, model: FakeModel) -> None:
+    model.store(A)
+    (named,) = (bank.root / "shards").rglob("*.safetensors")
+    copies = [
+        bank.root / "tmp" / named.name,
+        bank.root / "shards" / named.name,
+        bank.root / "shards" / "zz" / named.name,
+    ]
+    for copy in copies:
+        copy.parent.mkdir(mode=0o700, exist_ok=True)
+        copy.write_bytes(named.read_bytes())
+    age(bank, eviction.GRACE_S + 60, "tmp", "shards")
+    removed = bank.prune()
+    assert {bank.root / file.path for file in removed.files} == set(copies)
+    assert model.held(A) == [4]
+
+
 def test_files_that_a_lost_index_knew_do_not_count_for_ever(tmp_path: Path) -> None:
     with PrefixBank.open(tmp_path, chunk_tokens=4) as bank:
         FakeModel(bank).store([*A, *B, *C])

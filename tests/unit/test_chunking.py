@@ -43,6 +43,14 @@ def test_full_chunks_leave_out_the_tail(token_ids: list[int], chunk_tokens: int)
     assert starts == list(range(0, len(token_ids) - chunk_tokens + 1, chunk_tokens))
 
 
+@given(TOKEN_IDS, st.integers(1, 9))
+def test_keys_go_on_from_any_chunk(token_ids: list[int], chunk_tokens: int) -> None:
+    packed = pack_token_ids(token_ids)
+    whole = list(full_chunks(ROOT, packed, chunk_tokens))
+    for number, (start, key) in enumerate(whole, 1):
+        assert list(full_chunks(key, packed, chunk_tokens, start + chunk_tokens)) == whole[number:]
+
+
 def test_keys_are_the_documented_hash_so_that_a_prefix_has_one_address_in_every_bank() -> None:
     token_ids = [1, 2, 3, 2**32 - 1]
     root = xxhash.xxh3_128_digest(bytes.fromhex(FINGERPRINT) + b"salt")

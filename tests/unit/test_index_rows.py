@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,9 @@ import sqlalchemy as sa
 from prefixbank.bank import PrefixBank
 from prefixbank.chunking import chunk_key, pack_token_ids
 from prefixbank.errors import StorageError
-from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows, weights_rows
-from prefixbank.values import ChunkKey, ChunkRecord, PrefixRecord, WeightsFile
-from tests.fakekv import FakeModel
+from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows, rates_rows, weights_rows
+from prefixbank.values import ChunkKey, ChunkRecord, PrefixRecord, Rates, WeightsFile
+from tests.fakekv import HYBRID, FakeModel
 
 Record = Callable[..., ChunkRecord]
 NOW_S = 1_000
@@ -75,8 +76,24 @@ def row_of(index: Index, key: ChunkKey) -> ChunkRecord | None:
 
 def test_a_row_comes_back_as_it_was_added(index: Index, record: Record) -> None:
     first = record([1, 2, 3, 2**32 - 1])
-    add(index, first, tick=7)
-    assert row_of(index, first.key) == replace(first, last_used=7, last_used_at=NOW_S, hits=0, created_at=NOW_S)
+    second = record([5], first, has_state=True)
+    add(index, first, second, tick=7)
+    as_added = [replace(each, last_used=7, last_used_at=NOW_S, hits=0, created_at=NOW_S) for each in (first, second)]
+    keys = [first.key, second.key]
+    with index.reading() as tx:
+        ways = [
+            list(chunk_rows.find(tx, keys).values()),
+            list(chunk_rows.find_chain(tx, keys).values()),
+            chunk_rows.list_all(tx),
+            [
+                *chunk_rows.children(tx, first.namespace_id, None, 1, 9),
+                *chunk_rows.children(tx, first.namespace_id, first.key, 5, 9),
+            ],
+        ]
+    for rows in ways:
+        assert sorted(rows, key=lambda row: row.start) == as_added
+        assert {row.has_state for row in rows} == {False, True}
+        assert {type(row.has_state) for row in rows} == {bool}
 
 
 def test_a_row_that_has_its_shard_is_not_replaced(index: Index, record: Record) -> None:
@@ -210,10 +227,156 @@ def test_ticks_never_repeat_and_touching_keeps_parents_as_young_as_children(inde
         chunk_rows.touch(tx, [first.key, second.key], ticks[-1], 2000)
         chunk_rows.touch(tx, [], 99, 3000)
         rows = chunk_rows.find(tx, [first.key, second.key])
-        order = [row.key for row in chunk_rows.iter_by_use(tx)]
+        order = [row.key for row, _ in chunk_rows.iter_by_use(tx)]
     assert ticks == sorted(set(ticks))
     assert {(row.last_used, row.last_used_at, row.hits) for row in rows.values()} == {(ticks[-1], 2000, 1)}
     assert order == [second.key, first.key]  # the child goes first
+
+
+def test_a_chunk_gets_the_tick_of_its_last_use_and_all_its_hits(index: Index, record: Record) -> None:
+    first, other = record([1, 2, 3, 4]), record([9])
+    second, third = record([5, 6, 7, 8], first), record([5], first)
+    add(index, first, other, second, third)
+    uses = [[first, second], [other], [first, third], [other], [first]]
+    with index.writing() as tx:
+        before = chunk_rows.next_tick(tx)
+        chunk_rows.touch_many(tx, [[each.key for each in use] for use in uses], 2000)
+        rows = chunk_rows.find(tx, [each.key for each in (first, other, second, third)])
+        assert chunk_rows.next_tick(tx) == before + 6
+        order = [row.key for row, _ in chunk_rows.iter_by_use(tx)]
+    said = [(rows[each.key].last_used - before, rows[each.key].hits) for each in (first, second, third, other)]
+    assert said == [(5, 3), (1, 1), (3, 1), (4, 2)]
+    assert {row.last_used_at for row in rows.values()} == {2000}
+    assert order == [each.key for each in (second, third, other, first)]
+
+
+def test_uses_of_chunks_that_went_meanwhile_are_forgotten(index: Index, record: Record) -> None:
+    first, gone = record([1, 2, 3, 4]), record([5])
+    add(index, first)
+    with index.writing() as tx:
+        tick = chunk_rows.next_tick(tx)
+        chunk_rows.touch_many(tx, [], 2000)
+        chunk_rows.touch_many(tx, [()], 2000)
+        chunk_rows.touch_many(tx, [[first.key, gone.key]], 2000)
+        assert [(row.key, row.last_used) for row in chunk_rows.list_all(tx)] == [(first.key, tick + 2)]
+
+
+def test_chunks_are_listed_by_use_with_their_children_and_without_token_ids(
+    index: Index, bank: PrefixBank, record: Record
+) -> None:
+    other = FakeModel(bank, "other").namespace
+    first = record([1, 2, 3, 4])
+    tails = [record([5], first), record([6], first)]
+    foreign = record([1], namespace_id=other.id, key=ChunkKey(b"o" * 16))
+    add(index, foreign)
+    add(index, first, *tails, tick=2)
+    with index.reading() as tx:
+        listed = list(chunk_rows.iter_by_use(tx))
+        mine = list(chunk_rows.iter_by_use(tx, first.namespace_id))
+        rows = chunk_rows.find(tx, [each.key for each in (foreign, first, *tails)])
+    assert listed[1:] == mine
+    assert [n_children for _, n_children in listed] == [0, 0, 0, 2]
+    assert {row.key: row for row, _ in listed} == {key: replace(row, token_ids=b"") for key, row in rows.items()}
+
+
+def test_a_list_that_is_left_early_holds_no_lock(index: Index, record: Record) -> None:
+    add(index, record([1]), record([2]))
+    with index.reading() as tx:
+        rows = chunk_rows.iter_by_use(tx)
+        next(rows)
+        rows.close()
+    with index.writing() as tx:
+        chunk_rows.next_tick(tx)
+
+
+def test_many_chunks_are_deleted_as_one_would_be(index: Index, record: Record) -> None:
+    first = record([1, 2, 3, 4])
+    second = record([5, 6, 7, 8], first)
+    third = record([9], second)
+    changed, kept, absent = record([2]), record([3]), record([4])
+    add(index, first, second, third, changed, kept)
+    with index.writing() as tx:
+        prefix_rows.name(tx, prefix_of(third, "shots"))
+        before = chunk_rows.disk_bytes(tx)
+        assert chunk_rows.delete_many(tx, [first, replace(changed, file_name="stale"), absent]) == set()
+        assert chunk_rows.disk_bytes(tx) == before
+        assert chunk_rows.delete_many(tx, [third, second, absent, third]) == {third.key, second.key}
+        assert chunk_rows.disk_bytes(tx) == before - third.disk_bytes - second.disk_bytes
+        assert {row.key for row in chunk_rows.list_all(tx)} == {first.key, changed.key, kept.key}
+        assert prefix_rows.list_all(tx)[0].chunk_key is None
+        assert chunk_rows.delete_many(tx, []) == set()
+
+
+def test_a_hole_that_nothing_stands_on_is_deleted_as_a_hole(index: Index, record: Record) -> None:
+    first = record([1, 2, 3, 4])
+    second = record([5], first)
+    add(index, first, second)
+    with index.writing() as tx:
+        chunk_rows.heal(tx, first)
+        hole = chunk_rows.find(tx, [first.key])[first.key]
+        assert chunk_rows.delete_many(tx, [second, first]) == {second.key}
+        assert chunk_rows.delete_many(tx, [hole]) == {first.key}
+
+
+def test_the_names_of_files_are_those_of_all_chunks_but_holes(index: Index, record: Record) -> None:
+    first = record([1, 2, 3, 4])
+    second = record([5], first)
+    add(index, first, second)
+    with index.writing() as tx:
+        assert chunk_rows.file_names(tx) == {first.file_name, second.file_name}
+        chunk_rows.heal(tx, first)
+        assert chunk_rows.file_names(tx) == {second.file_name}
+
+
+def chain_of(record: Record, length: int, first_id: int = 1) -> list[ChunkRecord]:
+    records: list[ChunkRecord] = []
+    for number in range(length):
+        records.append(record([first_id, number], records[-1] if records else None))
+    return records
+
+
+def test_a_chain_is_found_however_its_rows_lie(index: Index, record: Record) -> None:
+    together, torn, other = chain_of(record, 9), chain_of(record, 9, 2), chain_of(record, 9, 3)
+    add(index, *torn[:2])
+    add(index, *together)
+    add(index, *(each for pair in zip(torn[2:6], other, strict=False) for each in pair))
+    add(index, *torn[6:8])  # the last one is not there
+    with index.reading() as tx:
+        for chain in (together, torn, other):
+            keys = [each.key for each in chain]
+            for low in range(9):
+                for high in range(low + 1, 10):
+                    there = chunk_rows.find(tx, keys[low:high])
+                    found = chunk_rows.find_chain(tx, keys[low:high])
+                    assert found == (there if keys[low] in there else {})
+        strangers = [ChunkKey(b"s" * 16)]
+        assert chunk_rows.find_chain(tx, [*strangers, *keys]) == {}
+        assert chunk_rows.find_chain(tx, [together[0].key, *strangers, together[1].key]).keys() == {
+            together[0].key,
+            together[1].key,
+        }
+
+
+def test_no_match_store_use_or_eviction_reads_all_chunks(bank: PrefixBank, index: Index) -> None:
+    """Nor all of a namespace, which may be as many. An eviction reads them by use, and stops."""
+    statements: list[str] = []
+    with index.reading() as tx:
+        tx.connection.driver_connection.set_trace_callback(statements.append)
+    for model in (FakeModel(bank), FakeModel(bank, "hybrid", layout=HYBRID)):
+        model.name("shots", range(11), ends=[4, 6, 11])
+        model.match([*range(9), 99])
+        model.use(range(11))
+    bank.prune(max_bytes=0)
+    with index.reading() as tx:
+        sqlite = tx.connection.driver_connection
+        sqlite.set_trace_callback(None)
+        asked = {s for s in statements if s.split(maxsplit=1)[0] in ("SELECT", "WITH", "INSERT", "UPDATE", "DELETE")}
+        steps = {step for statement in asked for *_, step in sqlite.execute(f"EXPLAIN QUERY PLAN {statement}")}
+    of_chunks = {step for step in steps if re.search(r"\b(chunks|child)\b", step)}
+    by_use = "SCAN chunks USING INDEX ix_chunks_last_used_start"
+    assert len(of_chunks) > 4
+    assert by_use in of_chunks
+    assert [s for s in of_chunks - {by_use} if not s.startswith("SEARCH") or "ix_chunks_namespace_id" in s] == []
 
 
 def test_more_keys_than_sqlite_binds_can_be_asked_for(index: Index, record: Record) -> None:
@@ -329,3 +492,28 @@ def test_a_digest_is_recalled_for_exactly_the_state_it_was_made_of(index: Index)
         weights_rows.remember(tx, {newer: "def"})
         assert weights_rows.recall(tx, state) is None  # one state of a path is kept
         assert tx.execute(sa.text("SELECT count(*) FROM weights_digests")).scalar_one() == 1
+
+
+def test_rates_come_back_as_they_were_measured_last(bank: PrefixBank, index: Index, model: FakeModel) -> None:
+    other = FakeModel(bank, "other").namespace
+    measured = Rates(model.namespace.id, "cpu", 0.25, 1e-3, None, None, NOW_S)
+    on_gpu = replace(measured, device="Apple M3 Max gpu", compute_s=None, compute_s_per_token=None)
+    of_other = Rates(other.id, "cpu", 1.5, 2e-3, 1e-4, 3e-10, NOW_S)
+    with index.writing() as tx:
+        for each in (measured, on_gpu, of_other):
+            rates_rows.remember(tx, each)
+        assert rates_rows.find(tx, model.namespace.id, "cpu") == measured
+        assert rates_rows.find(tx, model.namespace.id, "cuda") is None
+        later = replace(measured, load_s=1e-4, load_s_per_byte=2e-10, compute_s=0.125, updated_at=NOW_S + 1)
+        rates_rows.remember(tx, later)
+        assert rates_rows.list_all(tx) == [on_gpu, later, of_other]
+
+
+def test_rates_go_with_their_namespace_and_are_not_kept_without_it(index: Index, model: FakeModel) -> None:
+    measured = Rates(model.namespace.id, "cpu", 0.25, 1e-3, 1e-4, 2e-10, NOW_S)
+    with index.writing() as tx:
+        rates_rows.remember(tx, measured)
+        tx.exec_driver_sql("DELETE FROM namespaces")
+        assert rates_rows.list_all(tx) == []
+        rates_rows.remember(tx, measured)
+        assert rates_rows.list_all(tx) == []

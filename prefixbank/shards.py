@@ -30,6 +30,11 @@ BLOCK_BYTES = 4096
 SUFFIX = ".safetensors"
 _IOV_MAX = 1024  # the fewest runs a call that Linux and macOS both take
 _READ_STEP = 8 << 20
+_DIGEST_BYTES = 512 << 10
+"""How much is read before its digest is taken: it should still be in the processor's second-level cache."""
+
+_Identity = tuple[bytes, int, int, int, int]
+"""What a proven file must still be: digest, device, inode, length and time of its last change in nanoseconds."""
 
 
 class Buffer(Protocol):
@@ -107,7 +112,7 @@ class ShardStore:
         self.root = root
         self._sync = durability == "full"
         self._verify = verify
-        self._verified: set[tuple[bytes, int, int, int, int]] = set()
+        self._verified: set[_Identity] = set()
 
     def path_of(self, file_name: str) -> Path:
         """Return where the shard of that name lies."""
@@ -157,20 +162,59 @@ class ShardStore:
         does, and `ShardCorruptError` for another digest.
         """
         with self.open_shard(record) as descriptor:
-            header = bytearray(record.data_offset)
-            n_bytes = _read_runs(descriptor, [memoryview(header), *runs])
-            if n_bytes != record.n_bytes:
-                raise ShardCorruptError(f"shard {record.file_name} ended after {n_bytes} bytes")
-            status = os.fstat(descriptor)
-            identity = (record.digest, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-            if self._verify == "never" or (self._verify == "once" and identity in self._verified):
+            if self._needs_no_digest(record, identity := _identity(record, os.fstat(descriptor))):
+                self._read_whole(record, descriptor, record.data_offset, runs)
                 return
-            digest = FileDigest(header)
-            for run in runs:
-                digest.update(run)  # type: ignore[arg-type]  # any contiguous buffer
+            header = memoryview(bytearray(record.data_offset))
+            digest = FileDigest()
+            self._read_whole(record, descriptor, 0, [header, *runs], digest)
             if digest.digest() != record.digest:
                 raise ShardCorruptError(f"shard {record.file_name} has other bytes than were stored")
             self._verified.add(identity)
+
+    def is_proven(self, record: ChunkRecord) -> bool:
+        """Tell whether a chunk's shard is there and may be read without taking its digest (again)."""
+        if record.file_name is None:
+            return False
+        try:
+            status = self.path_of(record.file_name).lstat()
+        except OSError:
+            return False
+        return self._needs_no_digest(record, _identity(record, status))
+
+    def read_part(self, record: ChunkRecord, offset: int, runs: Sequence[Buffer]) -> None:
+        """Read a part of a proven shard's tensors, `offset` bytes behind their beginning, into `runs`.
+
+        Raises as `open_shard` does, and `ShardCorruptError` where the file is not the proven one any more.
+        """
+        with self.open_shard(record) as descriptor:
+            if not self._needs_no_digest(record, _identity(record, os.fstat(descriptor))):
+                raise ShardCorruptError(f"shard {record.file_name} changed while it was read")
+            self._read_whole(record, descriptor, record.data_offset + offset, runs)
+
+    def _needs_no_digest(self, record: ChunkRecord, identity: _Identity) -> bool:
+        return self._verify == "never" or (self._verify == "once" and identity in self._verified)
+
+    def _read_whole(
+        self,
+        record: ChunkRecord,
+        descriptor: int,
+        offset: int,
+        runs: Sequence[Buffer],
+        digest: FileDigest | None = None,
+    ) -> None:
+        """Fill the runs from `offset` on; the digest takes each block while it is in the processor's cache."""
+        for block in _blocks(runs, _DIGEST_BYTES if digest is not None else None):
+            wanted = sum(view.nbytes for view in block)
+            n_bytes = _read_runs(descriptor, block, offset)
+            offset += n_bytes
+            if n_bytes != wanted:
+                raise ShardCorruptError(f"shard {record.file_name} ended after {offset} bytes")
+            if digest is not None:
+                for view in block:
+                    digest.update(view)
+        if digest is not None and offset != record.n_bytes:
+            raise ShardCorruptError(f"shard {record.file_name} has {record.n_bytes} bytes, of which {offset} were read")
 
     def verify(self, record: ChunkRecord) -> None:
         """Prove a whole shard file by its digest, without keeping it in memory. Raises as `read_into` does."""
@@ -297,8 +341,32 @@ class ShardWriter:
         self._published.clear()
 
 
+def _identity(record: ChunkRecord, status: os.stat_result) -> _Identity:
+    return record.digest, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def _views(runs: Iterable[Buffer]) -> list[memoryview]:
-    return [view for run in runs if (view := memoryview(run).cast("B")).nbytes]  # type: ignore[arg-type]
+    return [view for run in runs if (view := _bytes_of(run)).nbytes]
+
+
+def _bytes_of(run: Buffer) -> memoryview:
+    if isinstance(run, memoryview) and run.format == "B" and run.ndim == 1:
+        return run
+    return memoryview(run).cast("B")  # type: ignore[arg-type]  # any contiguous buffer
+
+
+def _blocks(runs: Iterable[Buffer], n_bytes: int | None) -> Iterator[list[memoryview]]:
+    """Yield the runs as views in blocks of about `n_bytes`, or as one block."""
+    block: list[memoryview] = []
+    size = 0
+    for view in _views(runs):
+        block.append(view)
+        size += view.nbytes
+        if n_bytes is not None and size >= n_bytes:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
 
 
 def _write_runs(descriptor: int, runs: Iterable[Buffer]) -> None:
@@ -314,12 +382,12 @@ def _write_runs(descriptor: int, runs: Iterable[Buffer]) -> None:
             views[first] = views[first][done:]
 
 
-def _read_runs(descriptor: int, runs: Iterable[Buffer]) -> int:
-    """Fill the runs from the file's start; returns the bytes read, fewer than the runs' only at the end of the file."""
-    views = _views(runs)
+def _read_runs(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+    """Fill the views from `offset` on; returns the bytes read, fewer than theirs only at the end of the file."""
+    views = list(views)
     first = total = 0
     while first < len(views):
-        done = _pread(descriptor, views[first : first + _IOV_MAX], total)
+        done = _pread(descriptor, views[first : first + _IOV_MAX], offset + total)
         if done == 0:
             break
         total += done

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixbank.errors import FingerprintMismatchError
+from prefixbank.kvcache.buffers import allocate
 from prefixbank.kvcache.capture import MLX_DTYPES, UNSIGNED, Piece, describe, leaf_caches
 from prefixbank.kvcache.kinds import (
-    ListKind,
-    RowKind,
-    StateKind,
     Window,
+    is_list_kind,
+    is_row_kind,
+    is_state_kind,
     keeps_all_rows,
     kind_named,
     kind_of,
@@ -27,6 +27,11 @@ from prefixbank.layout import ITEM_BYTES, CacheLayout, LayerLayout, RowArray
 __all__ = ["PromptCacheBuffers", "cut_to"]
 
 Bits = npt.NDArray[Any]
+
+
+def _flat(array: Bits) -> memoryview:
+    """Return an array's bytes (a memoryview can't be cast where it has none)."""
+    return array.reshape(-1).view(np.uint8).data
 
 
 class _Rows:
@@ -48,27 +53,43 @@ class _Rows:
             else:
                 self.n_kept = n_kept
         self.stop = stop
-        dtype = UNSIGNED[ITEM_BYTES[array.dtype]]
-        self.buffer = mx.zeros((1, array.n_heads, self.stop - self.start, array.width), dtype)
-        self.kept = mx.zeros((1, array.n_heads, self.n_kept, array.width), dtype)
 
-    def view(self) -> None:
-        """Open the buffers for reading into; call it once they are evaluated."""
-        self.rows: Bits = np.array(self.buffer, copy=False)[0]
-        self.kept_rows: Bits = np.array(self.kept, copy=False)[0]
+    @property
+    def shapes(self) -> list[tuple[tuple[int, ...], mx.Dtype]]:
+        """Return shape and dtype of the buffer, and of the one for the kept rows."""
+        dtype = UNSIGNED[ITEM_BYTES[self.array.dtype]]
+        lengths = (self.stop - self.start, self.n_kept)
+        return [((1, self.array.n_heads, length, self.array.width), dtype) for length in lengths]
 
-    def runs(self, start: int, stop: int) -> Iterator[Bits]:
+    def view(self, buffer: mx.array, kept: mx.array) -> None:
+        """Take the buffers, evaluated, and open them for reading into."""
+        self.buffer = buffer
+        self.kept = kept
+        self.rows: Bits = np.array(buffer, copy=False)[0]
+        self._bytes = _flat(self.rows)
+        self._kept_bytes = _flat(np.array(kept, copy=False))
+
+    def close(self) -> None:
+        """Let go of the views: MLX may write in place only into what nobody else holds."""
+        self.rows = np.empty(0)
+        self._bytes = self._kept_bytes = memoryview(b"")
+
+    def runs(self, start: int, stop: int) -> Iterator[memoryview]:
         """Yield the places of the rows `[start, stop)`, head by head; rows that are not needed go nowhere."""
+        row_bytes = self.array.row_bytes
         low = min(max(self.start, start), stop)
         n_kept = min(max(self.n_kept - start, 0), low - start)
         n_unused = low - start - n_kept
-        for head, kept in zip(self.rows, self.kept_rows, strict=True):
+        head_bytes, kept_head_bytes = (self.stop - self.start) * row_bytes, self.n_kept * row_bytes
+        first, last = (low - self.start) * row_bytes, (stop - self.start) * row_bytes
+        for head in range(self.array.n_heads):
             if n_kept:
-                yield kept[start : start + n_kept]
+                at = head * kept_head_bytes + start * row_bytes
+                yield self._kept_bytes[at : at + n_kept * row_bytes]
             if n_unused:
-                yield np.empty((n_unused, self.array.width), head.dtype)
+                yield memoryview(bytearray(n_unused * row_bytes))
             if low < stop:
-                yield head[low - self.start : stop - self.start]
+                yield self._bytes[head * head_bytes + first : head * head_bytes + last]
 
     def needed(self, window: Window | None, n_tokens: int) -> mx.array:
         """Return the rows that a cache of `n_tokens` is made of."""
@@ -100,25 +121,26 @@ class PromptCacheBuffers:
             _Rows(a, window, n_tokens, last_start, capacity if window is None else stop)
             for (_, a), window in zip(layout.row_arrays(), self._windows, strict=True)
         ]
-        self._states = [mx.zeros(a.shape, UNSIGNED[ITEM_BYTES[a.dtype]]) for _, a in layout.state_arrays()]
-        mx.eval([rows.buffer for rows in self._rows], [rows.kept for rows in self._rows], self._states)
+        states = [(a.shape, UNSIGNED[ITEM_BYTES[a.dtype]]) for _, a in layout.state_arrays()]
+        arrays = iter(allocate([shape for rows in self._rows for shape in rows.shapes] + states))
         for rows in self._rows:
-            rows.view()
-        self._state_views: list[Bits] = [np.array(state, copy=False).reshape(-1) for state in self._states]
+            rows.view(next(arrays), next(arrays))
+        self._states = list(arrays)
+        self._state_views = [_flat(np.array(state, copy=False)) for state in self._states]
 
     def need(self, start: int, stop: int) -> bool:
         """Tell whether any row of the tokens `[start, stop)` is part of the cache."""
         return any(stop > rows.start or start < rows.n_kept for rows in self._rows)
 
-    def runs(self, start: int, n_tokens: int) -> list[Bits]:
+    def runs(self, start: int, n_tokens: int) -> list[memoryview]:
         """Return the places of the rows `[start, start + n_tokens)`, in the order of a shard."""
         return [run for rows in self._rows for run in rows.runs(start, start + n_tokens)]
 
-    def state_runs(self, *, wanted: bool) -> list[Bits]:
+    def state_runs(self, *, wanted: bool) -> list[memoryview]:
         """Return the places of the states, in the order of a shard; nowhere, if they are not wanted."""
         if wanted:
             return self._state_views
-        return [np.empty(math.prod(view.shape), view.dtype) for view in self._state_views]
+        return [memoryview(bytearray(view.nbytes)) for view in self._state_views]
 
     def build(self, n_tokens: int) -> tuple[list[Any], list[list[Piece]]]:
         """Hand the buffers over to mlx-lm caches of `n_tokens`; call it once, after all reading.
@@ -132,7 +154,7 @@ class PromptCacheBuffers:
             ready.append(rows.needed(window, n_tokens))
             seeds.append([] if window is None else [Piece(rows.start, n_tokens, rows.rows)])
             if window is None:
-                rows.rows = rows.kept_rows = np.empty(0)  # MLX may write in place only into what nobody else holds
+                rows.close()
         states = [
             state.view(MLX_DTYPES[a.dtype])
             for state, (_, a) in zip(self._states, self._layout.state_arrays(), strict=True)
@@ -152,11 +174,11 @@ class PromptCacheBuffers:
 def _rebuild(layout: LayerLayout, n_tokens: int, rows: Iterator[mx.array], states: Iterator[mx.array]) -> Any:
     """Return the cache of one layer, taking its arrays from the sources in the layout's order."""
     kind = kind_named(layout.kind)
-    if isinstance(kind, ListKind):
+    if is_list_kind(kind):
         return kind.join([_rebuild(member, n_tokens, rows, states) for member in layout.members])
-    if isinstance(kind, StateKind):
+    if is_state_kind(kind):
         return kind.restore(layout, {a.role: next(states) for a in layout.states})
-    assert isinstance(kind, RowKind)
+    assert is_row_kind(kind)
     arrays: Mapping[str, mx.array] = {a.role: next(rows) for a in layout.arrays}
     return kind.rebuild(layout, arrays, n_tokens) if arrays else kind.empty(dict(layout.settings))
 
@@ -171,7 +193,7 @@ def cut_to(prompt_cache: Sequence[Any], layout: CacheLayout, n_tokens: int) -> l
     arrays: list[mx.array] = []
     for leaf in leaf_caches(prompt_cache):
         kind = kind_of(leaf)
-        if isinstance(kind, RowKind) and (rows := kind.rows(leaf)):
+        if is_row_kind(kind) and (rows := kind.rows(leaf)):
             if kind.n_tokens(leaf) < n_tokens:
                 raise FingerprintMismatchError("the prompt cache holds fewer tokens than it did")
             arrays += rows.values()

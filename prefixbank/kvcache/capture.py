@@ -11,10 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixbank.errors import FingerprintMismatchError, UnsupportedCacheError
-from prefixbank.kvcache.kinds import ListKind, RowKind, StateKind, keeps_all_rows, kind_of, window_of
+from prefixbank.kvcache.kinds import is_list_kind, is_row_kind, is_state_kind, keeps_all_rows, kind_of, window_of
 from prefixbank.layout import CacheLayout, LayerLayout, RowArray, StateArray
 
-__all__ = ["MLX_DTYPES", "UNSIGNED", "CacheRecorder", "Piece", "describe", "leaf_caches", "n_cached_tokens"]
+__all__ = [
+    "MLX_DTYPES",
+    "UNSIGNED",
+    "CacheRecorder",
+    "Piece",
+    "describe",
+    "held_arrays",
+    "leaf_caches",
+    "n_cached_tokens",
+    "row_bits",
+]
 
 Bits = npt.NDArray[Any]
 
@@ -46,15 +56,15 @@ def describe(prompt_cache: Sequence[Any]) -> CacheLayout:
 def _describe(layer_cache: Any) -> LayerLayout:
     kind = kind_of(layer_cache)
     settings = tuple(sorted(kind.settings(layer_cache).items()))
-    if isinstance(kind, ListKind):
+    if is_list_kind(kind):
         members = tuple(_describe(member) for member in kind.members(layer_cache))
         return LayerLayout(kind.name, settings, members=members)
-    if isinstance(kind, StateKind):
+    if is_state_kind(kind):
         states = kind.states(layer_cache)
         _require_one_sequence(layer_cache, states)
         described = tuple(StateArray(role, _CODES[a.dtype], tuple(a.shape)) for role, a in states.items())
         return LayerLayout(kind.name, settings, states=described)
-    assert isinstance(kind, RowKind)
+    assert is_row_kind(kind)
     rows = kind.rows(layer_cache)
     _require_one_sequence(layer_cache, rows)
     if any(a.ndim != 4 for a in rows.values()):
@@ -77,7 +87,7 @@ def leaf_caches(prompt_cache: Sequence[Any]) -> Iterator[Any]:
     """Yield the caches that are made of no others, in the order of the layout's leaves."""
     for layer_cache in prompt_cache:
         kind = kind_of(layer_cache)
-        if isinstance(kind, ListKind) and (members := kind.members(layer_cache)):
+        if is_list_kind(kind) and (members := kind.members(layer_cache)):
             yield from leaf_caches(members)
         else:
             yield layer_cache
@@ -91,25 +101,55 @@ def n_cached_tokens(prompt_cache: Sequence[Any]) -> int | None:
     counts = {
         kind.n_tokens(leaf)
         for leaf in leaf_caches(prompt_cache)
-        if isinstance(kind := kind_of(leaf), RowKind) and kind.rows(leaf)
+        if is_row_kind(kind := kind_of(leaf)) and kind.rows(leaf)
     }
     if len(counts) > 1:
         raise UnsupportedCacheError(f"the layers of the cache hold different token counts {sorted(counts)}")
     if counts:
         return counts.pop()
-    has_state = any(
-        isinstance(kind := kind_of(leaf), StateKind) and kind.states(leaf) for leaf in leaf_caches(prompt_cache)
-    )
+    has_state = any(is_state_kind(kind := kind_of(leaf)) and kind.states(leaf) for leaf in leaf_caches(prompt_cache))
     return None if has_state else 0
+
+
+def held_arrays(prompt_cache: Sequence[Any]) -> list[mx.array]:
+    """Return the arrays of rows and states that a prompt cache holds, room for more rows included."""
+    arrays: list[mx.array] = []
+    for leaf in leaf_caches(prompt_cache):
+        kind = kind_of(leaf)
+        if is_row_kind(kind):
+            arrays += kind.rows(leaf).values()
+        elif is_state_kind(kind):
+            arrays += kind.states(leaf).values()
+    return arrays
+
+
+def row_bits(rows: mx.array, at: int) -> bytes:
+    """Return the bits of all heads' row `at`."""
+    row = mx.contiguous(rows[..., at : at + 1, :])
+    return np.array(row.view(UNSIGNED[row.dtype.size]), copy=False).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Hold the rows `[start, stop)` of one array as bits, `[n_heads, at least stop - start, width]`."""
+    """Hold the rows `[start, stop)` of one array as bits, `[n_heads, at least stop - start, width]`.
+
+    An MLX array, evaluated, is `[1, n_heads, ...]`: it is looked at only when the rows are asked for, since on a GPU
+    that may bring them to the host.
+    """
 
     start: int
     stop: int
-    rows: Bits
+    held: mx.array | Bits
+
+    @property
+    def rows(self) -> Bits:
+        """Return the rows for numpy; they are not copied where the device's memory is the host's."""
+        return np.array(self.held, copy=False)[0] if isinstance(self.held, mx.array) else self.held
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes held."""
+        return int(self.held.nbytes)
 
 
 class CacheRecorder:
@@ -141,27 +181,40 @@ class CacheRecorder:
             mx.eval([rows for rows in bits if rows is not None])
             for pieces, rows in zip(self._pieces, bits, strict=True):
                 if rows is not None:
-                    pieces.append(Piece(start, stop, np.array(rows, copy=False)[0]))
+                    pieces.append(Piece(start, stop, rows))
         if with_state and self._layout.has_state:
             self._states[stop] = self._state_bits(prompt_cache)
 
-    def finish(self, prompt_cache: Sequence[Any], n_tokens: int) -> None:
-        """Read what the finished cache of `n_tokens` holds itself."""
+    def finish(self, prompt_cache: Sequence[Any], n_tokens: int, *, copy_from: int | None = None) -> None:
+        """Read what the finished cache of `n_tokens` holds itself.
+
+        With `copy_from` the rows of the tokens from there on are copied, and others not read: the cache can go on being
+        used, and written into in place, while the recorder gives out its rows.
+        """
         if describe(prompt_cache) != self._layout:
             raise FingerprintMismatchError(
                 "the prompt cache is of another layout (cache class, heads, width or dtype) than this model's"
             )
-        arrays = self._row_arrays(prompt_cache)
-        bits = [rows.view(UNSIGNED[rows.dtype.size]) for rows in arrays]
+        bits = [rows.view(UNSIGNED[rows.dtype.size]) for rows in self._row_arrays(prompt_cache)]
+        start = 0
+        if copy_from is not None:
+            start = copy_from
+            bits = [
+                mx.contiguous(rows if windowed else rows[..., start:n_tokens, :])
+                for windowed, rows in zip(self._windows, bits, strict=True)
+            ]
         mx.eval(bits)
         for windowed, pieces, rows in zip(self._windows, self._pieces, bits, strict=True):
-            held = np.array(rows, copy=False)[0]
             if windowed:
-                pieces.append(Piece(n_tokens - held.shape[1], n_tokens, held))
+                pieces.append(Piece(n_tokens - rows.shape[2], n_tokens, rows))
             else:
-                pieces[:] = [Piece(0, n_tokens, held)]
+                pieces[:] = [Piece(start, n_tokens, rows)]
         if self._layout.has_state and n_tokens not in self._states:
             self._states[n_tokens] = self._state_bits(prompt_cache)
+
+    def seed(self, start: int) -> list[list[Piece]]:
+        """Return what another recorder needs to know to go on from here, of windows' rows from `start` on."""
+        return [[piece for piece in pieces if piece.stop > start] for pieces in self._pieces]
 
     def has_rows(self, start: int, n_tokens: int) -> bool:
         """Tell whether the rows `[start, start + n_tokens)` of all arrays are there."""
@@ -186,7 +239,7 @@ class CacheRecorder:
         arrays: list[mx.array] = []
         for (_, layout), leaf in zip(self._layout.leaves(), leaf_caches(prompt_cache), strict=True):
             kind = kind_of(leaf)
-            if layout.arrays and isinstance(kind, RowKind):
+            if layout.arrays and is_row_kind(kind):
                 arrays += kind.rows(leaf).values()
         if len(arrays) != len(self._windows):
             raise FingerprintMismatchError("the prompt cache holds other arrays than this model's")
@@ -196,7 +249,7 @@ class CacheRecorder:
         states = [
             mx.contiguous(state)
             for leaf in leaf_caches(prompt_cache)
-            if isinstance(kind := kind_of(leaf), StateKind)
+            if is_state_kind(kind := kind_of(leaf))
             for state in kind.states(leaf).values()
         ]
         wanted = [(a.dtype, a.shape) for _, a in self._layout.state_arrays()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from operator import is_
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from prefixbank.kvcache.capture import UNSIGNED
 
-__all__ = ["digest_parameters", "live_arrays"]
+__all__ = ["LiveArrays", "digest_parameters"]
 
 _NOT_SETTINGS = {"_training", "_no_grad"}  # neither changes what inference computes
 
@@ -47,21 +48,53 @@ def digest_parameters(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def live_arrays(model: nn.Module) -> list[mx.array]:
-    """Return the arrays that the model computes with, in a fixed order, without reading them.
+class LiveArrays:
+    """Know the arrays that a model computes with, by identity and without reading them.
 
-    Comparing two such lists by identity shows that weights were swapped, converted, fused or trained (`update`,
-    `load_weights`, `set_dtype`, LoRA layers, compiled training steps). It does not show what is assigned to a part of
-    an array (`weight[0] = ...`).
+    A second look shows that weights were swapped, converted, fused or trained (`update`, `load_weights`, `set_dtype`,
+    LoRA layers, compiled training steps). It does not show what is assigned to a part of an array (`weight[0] = ...`).
     """
-    arrays: list[mx.array] = []
-    pending: list[Any] = [model]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, mx.array):
-            arrays.append(node)
-        elif isinstance(node, dict):  # modules are dicts; hidden entries may be filled in at the first step
-            pending.extend(value for name, value in node.items() if not str(name).startswith("_"))
-        elif isinstance(node, list | tuple):
-            pending.extend(node)
-    return arrays
+
+    def __init__(self, model: nn.Module) -> None:
+        """Look at the model; what it holds stays alive, so that no other object can take its identity."""
+        self._nodes: list[_Node] = []
+        pending: list[Any] = [model]
+        while pending:
+            node = pending.pop()
+            if isinstance(node, tuple):  # it can't change
+                pending += node
+            elif isinstance(node, dict | list):
+                self._nodes.append(_Node(node))
+                pending += self._nodes[-1].children
+
+    def are_unchanged(self) -> bool:
+        """Tell whether every module still holds the very arrays and modules that it held."""
+        return all(node.is_unchanged() for node in self._nodes)
+
+
+class _Node:
+    """Know what a module, which is a dict, or a list held: arrays and other modules, not settings."""
+
+    __slots__ = ("_keys", "_length", "_names", "_node", "children")
+
+    def __init__(self, node: dict[str, Any] | list[Any]) -> None:
+        self._node = node
+        self._length = len(node)
+        self._names = self._visible()
+        held = [name for name in self._names if isinstance(node[name], mx.array | dict | list | tuple)]
+        self._keys = held
+        self.children = [node[name] for name in held]
+
+    def is_unchanged(self) -> bool:
+        if len(self._node) != self._length and self._visible() != self._names:
+            return False
+        try:
+            return all(map(is_, map(self._node.__getitem__, self._keys), self.children))
+        except (KeyError, IndexError):
+            return False
+
+    def _visible(self) -> list[Any]:
+        """Return the names of what counts: hidden entries may be filled in at the first step."""
+        if isinstance(self._node, list):
+            return list(range(len(self._node)))
+        return [name for name in self._node if not str(name).startswith("_")]

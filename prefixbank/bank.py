@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from prefixbank import check as checking
 from prefixbank import eviction
-from prefixbank.config import BankOptions, Durability, Verify, default_root, parse_duration_s, parse_size
+from prefixbank.config import BankOptions, Durability, LoadRule, Verify, default_root, parse_duration_s, parse_size
 from prefixbank.errors import BankReadOnlyError, ConfigError, PrefixBankError, UnknownPrefixError
-from prefixbank.index import chunk_rows, namespace_rows, prefix_rows
+from prefixbank.index import chunk_rows, namespace_rows, prefix_rows, rates_rows
 from prefixbank.index.namespace_rows import NamespaceUsage
 from prefixbank.session import BankSession
 from prefixbank.shards import disk_bytes
-from prefixbank.values import ChunkRecord, Namespace, PrefixRecord
+from prefixbank.values import ChunkRecord, Namespace, PrefixRecord, Rates
 
 if TYPE_CHECKING:
     from prefixbank.model import BankedModel
@@ -31,9 +31,10 @@ class BankStats:
     """Say what a bank holds and what this process did with it.
 
     `disk_bytes` are the shards' bytes on disk in whole blocks, `max_bytes` their budget (None: no limit). `session`
-    counts since the bank was opened: `matches`, `hits`, `cached_tokens`, `computed_tokens`, `stored_chunks`,
-    `written_bytes`, `refused_stores`, `failures`; `unsupported` counts attempts by the cause that kept a model out of
-    the bank.
+    counts since the bank was opened: `matches`, `hits`, `memory_hits`, `computed_by_choice` (where loading would have
+    taken longer), `cached_tokens`, `computed_tokens`, `stored_chunks`, `written_bytes`, `refused_stores` (no budget),
+    `skipped_stores` (the queue was full), `failed_stores`, `failures`; `unsupported` counts attempts by the cause that
+    kept a model out of the bank. `rates` are the measured speeds by namespace and device.
     """
 
     root: Path
@@ -49,6 +50,7 @@ class BankStats:
     memory_bytes: int
     session: dict[str, int]
     unsupported: dict[str, int]
+    rates: tuple[Rates, ...] = ()
 
 
 class PrefixBank:
@@ -70,6 +72,8 @@ class PrefixBank:
         create: bool = True,
         max_bytes: int | str | None = None,
         memory_bytes: int | str = "1GB",
+        write_queue_bytes: int | str = "1GB",
+        load: LoadRule = "auto",
         durability: Durability = "full",
         verify: Verify = "once",
         read_only: bool = False,
@@ -83,7 +87,11 @@ class PrefixBank:
             create: False raises `BankNotFoundError` where there is no bank.
             max_bytes: budget of shards on disk (`"20GB"`, or bytes); held at once by evicting what was used least
                 recently, and at each store. None takes what the bank was made with; that too may be no limit.
-            memory_bytes: budget of prompt caches that `checkout` keeps in memory.
+            memory_bytes: budget of prompt caches that stay in memory between uses, for `generate`, `checkout` and
+                `resolve`; 0 keeps none.
+            write_queue_bytes: how many bytes of copied KV may wait to be written (one prefix of any size may); what
+                does not fit is not stored, and counted.
+            load: `"auto"` computes where that is measured to be faster than loading, `"always"` loads.
             durability: `"full"` syncs files and folders before a store counts as done; `"fast"` leaves that to the
                 system: a power cut may then lose what was stored last (damage is found by digest).
             verify: when a shard's digest is proven: `"once"` a process and file state, `"always"` or `"never"`.
@@ -102,6 +110,8 @@ class PrefixBank:
         options = BankOptions(
             max_bytes=None if max_bytes is None else parse_size(max_bytes),
             memory_bytes=parse_size(memory_bytes),
+            write_queue_bytes=parse_size(write_queue_bytes),
+            load=load,
             durability=durability,
             verify=verify,
             read_only=read_only,
@@ -168,8 +178,9 @@ class PrefixBank:
 
     def stats(self) -> BankStats:
         """Return what the bank holds and what this process did with it."""
-        self.flush()
+        self._session.settle()
         with self._session.index.reading() as tx:
+            rates = tuple(rates_rows.list_all(tx))
             totals = chunk_rows.totals(tx)
             prefixes = prefix_rows.list_all(tx)
             usages = namespace_rows.list_usage(tx)
@@ -187,10 +198,12 @@ class PrefixBank:
             memory_bytes=self._session.memory.n_bytes,
             session=dict(self._session.counts),
             unsupported=dict(self._session.unsupported),
+            rates=rates,
         )
 
     def prefixes(self, name: str | None = None) -> list[PrefixRecord]:
         """Return the named prefixes, or those of one name. Raises `UnknownPrefixError` for an unknown name."""
+        self._session.settle()
         found = self._session.prefixes(name)
         if name is not None and not found:
             raise UnknownPrefixError(f"no prefix is named {name!r}: `prefixbank ls` lists the names")
@@ -198,17 +211,20 @@ class PrefixBank:
 
     def namespaces(self, *, empty: bool = False) -> list[NamespaceUsage]:
         """Return the models that have something in the bank, with what it takes; with `empty` all that ever had."""
+        self._session.settle()
         with self._session.index.reading() as tx:
             return [usage for usage in namespace_rows.list_usage(tx) if usage.n_chunks or empty]
 
     def chunks(self, namespace: str | None = None) -> list[ChunkRecord]:
         """Return all chunks, or those of the namespace whose fingerprint begins so."""
+        self._session.settle()
         namespace_id = None if namespace is None else self._find_namespace(namespace).id
         with self._session.index.reading() as tx:
             return chunk_rows.list_all(tx, namespace_id)
 
     def chain(self, prefix: PrefixRecord) -> list[ChunkRecord]:
         """Return the chunks of a named prefix from the root on; [] once it was evicted."""
+        self._session.settle()
         if prefix.chunk_key is None:
             return []
         with self._session.index.reading() as tx:
@@ -239,6 +255,7 @@ class PrefixBank:
             todo = eviction.plan_removal(tx, name)
         if dry_run:
             return todo
+        self._session.memory.clear()
         with self._session.index.writing() as tx:
             prefix_rows.delete(tx, name)
         return eviction.execute(self._session.index, self._session.shards, todo)
@@ -262,8 +279,7 @@ class PrefixBank:
 
         Pinned prefixes stay. Raises `ConfigError`, `UnknownPrefixError`, `BankReadOnlyError`.
         """
-        if not dry_run:
-            self.flush()
+        self._session.settle()
         limit = None if max_bytes is None else parse_size(max_bytes)
         if limit is None and namespace is None:
             limit = self._session.options.max_bytes
@@ -283,6 +299,7 @@ class PrefixBank:
             return todo
         if self.read_only:
             raise BankReadOnlyError(f"{self.root} is opened read-only: nothing can be pruned")
+        self._session.memory.clear()
         return eviction.execute(self._session.index, self._session.shards, todo)
 
     def check(
@@ -292,14 +309,19 @@ class PrefixBank:
 
         `read_data` reads every shard and proves its digest; `progress` is called with (bytes done, bytes in all).
         """
+        self._session.settle()
         return checking.check(self._session.index, self._session.shards, read_data=read_data, progress=progress)
 
     def flush(self) -> None:
-        """Write down what is still in memory: which prefixes were used. Does nothing on a read-only bank."""
+        """Wait until all that was given to be stored is written, and write down which prefixes were used.
+
+        Raises the first error that a store met since the last flush; a store that was skipped because the queue was
+        full is no error, `stats().session["skipped_stores"]` counts those. Does nothing on a read-only bank.
+        """
         self._session.flush()
 
     def close(self) -> None:
-        """Flush and close. Closing again does nothing. A bank that can't be flushed is closed with a warning."""
+        """Write everything down and close. Closing again does nothing. What can't be written is warned of."""
         self._session.close()
 
     def __enter__(self) -> Self:

@@ -14,6 +14,7 @@ __all__ = [
     "BANK_FILE",
     "BankOptions",
     "Durability",
+    "LoadRule",
     "Verify",
     "default_root",
     "format_size",
@@ -25,6 +26,7 @@ BANK_FILE = "bank.json"
 ENV_HOME = "PREFIXBANK_HOME"
 
 Durability = Literal["full", "fast"]
+LoadRule = Literal["auto", "always"]
 Verify = Literal["once", "always", "never"]
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE)
@@ -93,6 +95,8 @@ class BankOptions:
 
     max_bytes: int | None = None
     memory_bytes: int = 1_000_000_000
+    write_queue_bytes: int = 1_000_000_000
+    load: LoadRule = "auto"
     durability: Durability = "full"
     verify: Verify = "once"
     read_only: bool = False
@@ -101,6 +105,7 @@ class BankOptions:
 
     def __post_init__(self) -> None:
         for name, value, known in (
+            ("load", self.load, get_args(LoadRule)),
             ("durability", self.durability, get_args(Durability)),
             ("verify", self.verify, get_args(Verify)),
         ):

@@ -25,7 +25,8 @@ class Explanation:
     `differs_at` is the offset of the first token that is not stored like this (None where all that may be taken is
     stored); `prompt_token` and `stored_token` are the ids there and `prompt_text` and `stored_text` what follows, as
     text; the stored ones are None where nothing is stored behind the match. `prefix_names` are names of prefixes that
-    the match ends in. `reason` is one sentence.
+    the match ends in. `reason` is one sentence. `load_s`, `compute_s` and `loading_pays` are the match's: whether it
+    will be loaded, and what that rests on.
     """
 
     n_prompt_tokens: int
@@ -37,9 +38,15 @@ class Explanation:
     stored_text: str | None
     prefix_names: tuple[str, ...]
     reason: str
+    load_s: float | None = None
+    compute_s: float | None = None
+    loading_pays: bool = True
 
     def __str__(self) -> str:
         text = f"{self.n_matched_tokens} of {self.n_prompt_tokens} tokens are stored: {self.reason}"
+        if self.load_s is not None and self.compute_s is not None:
+            choice = "they are loaded" if self.loading_pays else "they are computed, which is faster"
+            text += f"\n  loading takes {self.load_s:.3g} s, computing {self.compute_s:.3g} s (estimated): {choice}"
         if self.stored_token is not None:
             text += f"\n  here   {self.prompt_token} {self.prompt_text!r}"
             text += f"\n  stored {self.stored_token} {self.stored_text!r}"
@@ -59,7 +66,8 @@ def explain(
     names = _names(session, found)
     if found.reason == resolver.REASON_ALL:
         reason = "all but the last one, which is always computed" if at == n_prompt - 1 else "all that may be taken"
-        return Explanation(n_prompt, at, None, None, None, None, None, names, reason)
+        costs = found.load_s, found.compute_s, found.loading_pays
+        return Explanation(n_prompt, at, None, None, None, None, None, names, reason, *costs)
     here = unpack_token_ids(token_ids[at * TOKEN_BYTES :][: _SHOWN_TOKENS * TOKEN_BYTES])
     no_state = found.reason == resolver.REASON_NO_STATE
     stored = [] if no_state else _stored_behind(session, namespace, found, token_ids)
@@ -86,6 +94,9 @@ def explain(
         stored_text=decode(stored) if stored else None,
         prefix_names=names,
         reason=reason,
+        load_s=found.load_s,
+        compute_s=found.compute_s,
+        loading_pays=found.loading_pays,
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse, stream_generate
 
+from prefixbank import computing
 from prefixbank.chunking import TOKEN_BYTES, unpack_token_ids
 from prefixbank.errors import ConfigError
 from prefixbank.promptcaches import Progress, PromptCaches, Resolved
@@ -88,6 +89,8 @@ def stream(
     started_at: float,
     outcome: list[Resolved],
     draft: PromptCaches | None = None,
+    *,
+    lend: bool = False,
 ) -> Iterator[BankedResponse]:
     """Yield the answer piece by piece; appends what the bank gave to `outcome` first."""
     reserve = options.reserve if options.reserve is not None else min(options.max_tokens, MAX_RESERVE)
@@ -95,9 +98,9 @@ def stream(
     # What the models have to store afterwards: with a draft model both, each in its own namespace.
     to_store: list[tuple[PromptCaches, Resolved, CacheRecorder | None]]
     if draft is None:
-        resolved = caches.resolve(prompt, reserve=reserve, hold_back=options.hold_back)
-        ahead, recorder = caches.follow(
-            prompt, resolved, options.hold_back, options.prefill_step_size, options.progress
+        resolved = caches.resolve(prompt, reserve=reserve, hold_back=options.hold_back, lend=lend)
+        ahead, recorder = computing.follow(
+            caches, prompt, resolved, options.hold_back, options.prefill_step_size, options.progress
         )
         to_store = [(caches, ahead, recorder)]
         given: dict[str, Any] = {
@@ -137,6 +140,8 @@ def stream(
             for response in responses:
                 if not answer:
                     ttft_s = time.perf_counter() - started_at
+                    if draft is None:
+                        caches.note_computed(len(ahead.rest), len(ahead.rest) / response.prompt_tps)
                 answer.append(response.token)
                 values = {f.name: getattr(response, f.name) for f in fields(response)}
                 yield BankedResponse(
@@ -152,8 +157,8 @@ def stream(
     finally:
         if done:
             for whose, made, recorder in to_store:
-                whose.store_after_generation(
-                    prompt, made, recorder, answer, keep=options.keep, hold_back=options.hold_back
+                computing.keep_after_generation(
+                    whose, prompt, made, recorder, answer, keep=options.keep, hold_back=options.hold_back
                 )
 
 

@@ -12,8 +12,8 @@ import mlx.nn as nn
 from prefixbank import fingerprint as fingerprints
 from prefixbank.chunking import root_key
 from prefixbank.errors import UnsupportedCacheError
-from prefixbank.kvcache.parameters import digest_parameters, live_arrays
-from prefixbank.kvcache.probe import CacheOptions, probe_layout
+from prefixbank.kvcache.parameters import LiveArrays, digest_parameters
+from prefixbank.kvcache.probe import CacheOptions, device_name, probe_layout
 from prefixbank.layout import CacheLayout
 from prefixbank.values import Namespace
 
@@ -41,8 +41,9 @@ class ModelIdentity:
         self._options = options
         self._salt = salt.encode() if isinstance(salt, str) else bytes(salt)
         self._parts = file_parts
-        self._arrays = live_arrays(model)
+        self._arrays = LiveArrays(model)
         self._layout: CacheLayout | None = None
+        self._last: tuple[Namespace, CacheLayout] | None = None
         self._refused: UnsupportedCacheError | None = None
         self._known: tuple[Namespace, CacheLayout] | None = None
 
@@ -53,18 +54,22 @@ class ModelIdentity:
             raise UnsupportedCacheError("the model's cache has not been looked at yet")
         return self._layout
 
+    @property
+    def known(self) -> tuple[Namespace, CacheLayout]:
+        """Return what `identify` returned last, without looking at the model."""
+        if self._last is None:
+            raise UnsupportedCacheError("the model has not been identified yet")
+        return self._last
+
     def identify(self, session: BankSession) -> tuple[Namespace, CacheLayout]:
         """Return the namespace and cache layout of the model as it is now.
 
         A model whose arrays were swapped since is another one, whatever its files say: then its parameters are
         digested. Raises `UnsupportedCacheError` for a cache that can't be stored, and the bank's errors.
         """
-        arrays = live_arrays(self._model)
-        if len(arrays) != len(self._arrays) or any(
-            now is not before for now, before in zip(arrays, self._arrays, strict=True)
-        ):
-            self._arrays = arrays
-            self._parts = self._known = self._refused = self._layout = None
+        if not self._arrays.are_unchanged():
+            self._arrays = LiveArrays(self._model)
+            self._parts = self._known = self._last = self._refused = self._layout = None
         if self._refused is not None:
             raise self._refused
         if self._known is not None:
@@ -88,6 +93,8 @@ class ModelIdentity:
                 created_at=int(time.time()),
             )
         )
+        self._last = namespace, layout
+        session.recall_rates(namespace, device_name())
         if namespace.id:  # a read-only bank may learn of this model later
             self._known = namespace, layout
         return namespace, layout

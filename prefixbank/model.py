@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from prefixbank import computing, generation
 from prefixbank import explain as explaining
-from prefixbank import generation
 from prefixbank.chunking import TOKEN_BYTES, unpack_token_ids
 from prefixbank.errors import BankReadOnlyError, ConfigError, PromptError
 from prefixbank.fewshot import FewShotPrompt
@@ -136,14 +136,29 @@ class BankedModel:
         end = max(len(encoded.token_ids) // TOKEN_BYTES - max(hold_back, 1), 0)
         token_ids = unpack_token_ids(encoded.token_ids)
         start = resolved.match.n_tokens
-        recorder = self._caches.recorder(resolved)
+        recorder = computing.recorder_for(self._caches, resolved)
         boundaries = {end} | self._caches.parting(resolved.match)
-        self._caches.compute(
-            resolved.prompt_cache, token_ids, start, end, prefill_step_size, progress, recorder, boundaries
+        computing.compute(
+            self._caches,
+            resolved.prompt_cache,
+            token_ids,
+            start,
+            end,
+            prefill_step_size,
+            progress,
+            recorder,
+            boundaries,
         )
         self._session.count(cached_tokens=start, computed_tokens=end - start)
         if start < end:
-            self._caches.try_store(encoded.token_ids[: end * TOKEN_BYTES], resolved.prompt_cache, end, recorder)
+            computing.store_behind(
+                self._caches,
+                encoded.token_ids[: end * TOKEN_BYTES],
+                resolved.prompt_cache,
+                resolved.match,
+                end,
+                recorder,
+            )
         return Resolved(resolved.prompt_cache, token_ids[end:], resolved.match, end - start)
 
     # --- storing
@@ -154,7 +169,7 @@ class BankedModel:
         The caller vouches that the cache was computed by this model from exactly these tokens. Raises
         `UnsupportedCacheError`, `FingerprintMismatchError` for a cache of another layout, and the bank's errors.
         """
-        return self._caches.store(self._encoder.encode(prompt).token_ids, prompt_cache)
+        return computing.store(self._caches, self._encoder.encode(prompt).token_ids, prompt_cache)
 
     def warm(
         self,
@@ -210,16 +225,25 @@ class BankedModel:
         if self._session.read_only and (n_cached < n_tokens or name is not None):
             raise BankReadOnlyError(f"{self._session.root} is opened read-only: nothing can be warmed")
         if found.n_tokens < n_tokens:
-            resolved = self._caches.load(packed, found, max(reserve, 0))
+            resolved = self._caches.load(packed, found, max(reserve, 0), lend=True)
             found = resolved.match
             n_cached = found.n_tokens
             token_ids = unpack_token_ids(packed)
-            recorder = self._caches.recorder(resolved)
+            recorder = computing.recorder_for(self._caches, resolved)
             where |= self._caches.parting(found)
-            self._caches.compute(
-                resolved.prompt_cache, token_ids, n_cached, n_tokens, prefill_step_size, progress, recorder, where
+            computing.compute(
+                self._caches,
+                resolved.prompt_cache,
+                token_ids,
+                n_cached,
+                n_tokens,
+                prefill_step_size,
+                progress,
+                recorder,
+                where,
             )
-            stored = self._caches.store(packed, resolved.prompt_cache, n_tokens, recorder)
+            stored = computing.store(self._caches, packed, resolved.prompt_cache, n_tokens, recorder)
+            self._caches.take_back(resolved, packed)
         elif progress is not None:
             progress(n_tokens, n_tokens)
         self._session.count(cached_tokens=n_cached, computed_tokens=n_tokens - n_cached)
@@ -248,21 +272,13 @@ class BankedModel:
         lent, another checkout of the prefix gets a cache of its own. Arguments and errors as for `resolve`.
         """
         encoded = self._encoder.encode(prompt)
-        found = self._caches.match(encoded, hold_back)
-        what = self._caches.what(encoded, found)
-        kept = self._session.memory.take(what) if what is not None else None
-        if kept is None:
-            lease = self._caches.load(encoded.token_ids, found, reserve)
-            if lease.match.n_tokens != found.n_tokens:
-                what = None
-        else:
-            self._caches.note_use(found)
-            lease = Lease(kept, unpack_token_ids(encoded.token_ids[found.n_tokens * TOKEN_BYTES :]), found)
+        lease = self._caches.resolve(encoded, reserve=reserve, hold_back=hold_back, lend=True)
+        last_row = self._caches.last_row(lease)
         try:
             yield lease
         finally:
-            if what is not None:
-                self._caches.take_back(what, lease.prompt_cache, lease.match.n_tokens)
+            if self._caches.last_row(lease) == last_row:
+                self._caches.take_back(lease, encoded.token_ids[: lease.match.n_tokens * TOKEN_BYTES])
 
     # --- generating
 
@@ -317,7 +333,7 @@ class BankedModel:
             progress=progress,
         )
         return generation.collect(
-            self._stream(prompt, options, outcome),
+            self._stream(prompt, options, outcome, lend=not return_prompt_cache),
             outcome,
             self.tokenizer.eos_token_ids,
             with_prompt_cache=return_prompt_cache,
@@ -334,10 +350,10 @@ class BankedModel:
             given = generation.GenerationOptions(**options)
         except TypeError as exc:
             raise ConfigError(f"stream_generate: {str(exc).split('()')[-1].strip()}") from exc
-        return self._stream(prompt, given, [])
+        return self._stream(prompt, given, [], lend=True)
 
     def _stream(
-        self, prompt: Prompt, options: generation.GenerationOptions, outcome: list[Resolved]
+        self, prompt: Prompt, options: generation.GenerationOptions, outcome: list[Resolved], *, lend: bool
     ) -> Iterator[generation.BankedResponse]:
         started_at = time.perf_counter()
         if options.max_tokens == 0:
@@ -354,4 +370,5 @@ class BankedModel:
             started_at,
             outcome,
             None if draft is None else draft._caches,
+            lend=lend,
         )

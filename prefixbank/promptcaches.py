@@ -1,34 +1,36 @@
-"""Own one model's prompt caches: found, loaded, computed, stored and taken back.
+"""Own one model's prompt caches: found, loaded from disk or memory, lent and taken back.
 
 On the way to a generation nothing that is wrong with the bank raises: it becomes a miss and one `BankWarning`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, ConcatenateKVCache, RotatingKVCache
 
-from prefixbank.chunking import TOKEN_BYTES, pack_token_ids, unpack_token_ids
+from prefixbank.chunking import TOKEN_BYTES, unpack_token_ids
 from prefixbank.errors import ConfigError, PrefixBankError, UnsupportedCacheError
 from prefixbank.identity import ModelIdentity
 from prefixbank.kvcache.assemble import cut_to
-from prefixbank.kvcache.capture import CacheRecorder, n_cached_tokens
+from prefixbank.kvcache.capture import held_arrays, n_cached_tokens, row_bits
 from prefixbank.kvcache.kinds import keeps_all_rows
-from prefixbank.kvcache.probe import CacheOptions, new_prompt_cache, quantize
+from prefixbank.kvcache.probe import CacheOptions, new_prompt_cache
 from prefixbank.layout import CacheLayout
+from prefixbank.memory import KeptPrefix, Owner
 from prefixbank.prompts import EncodedPrompt
+from prefixbank.resolver import REASON_ALL, REASON_PARTIAL
 from prefixbank.session import BankSession
-from prefixbank.storing import Stored
-from prefixbank.values import Match, Namespace
+from prefixbank.values import ChunkRecord, Match, Namespace
 
 __all__ = ["Lease", "PromptCaches", "Resolved"]
 
+REASON_COMPUTED = "computing-is-faster"
 REASON_UNSUPPORTED = "unsupported"
 REASON_UNAVAILABLE = "unavailable"
 
@@ -44,8 +46,8 @@ class Resolved:
     """Hold a prompt cache with the token ids that it lacks.
 
     Pass `rest` (never empty) as the prompt and `prompt_cache` to `mlx_lm.generate`, `stream_generate` or
-    `batch_generate`; the cache is changed by that. `computed_tokens` were computed on the way here. (`seed` is the
-    bank's own: what a recorder must know of the cache.)
+    `batch_generate`; the cache is changed by that. `computed_tokens` were computed on the way here. (`seed` and
+    `lent_by` are the bank's own: what a recorder must know of the cache, and whose it is while it is lent.)
     """
 
     prompt_cache: list[Any]
@@ -53,6 +55,7 @@ class Resolved:
     match: Match
     computed_tokens: int = 0
     seed: Sequence[Any] = field(default=(), repr=False)
+    lent_by: tuple[Namespace, CacheLayout] | None = field(default=None, repr=False)
 
     @property
     def cached_tokens(self) -> int:
@@ -90,6 +93,11 @@ class PromptCaches:
         self.state_every_chunks = state_every_chunks
         self.prefill_step_size = prefill_step_size
 
+    @property
+    def quantises_later(self) -> bool:
+        """Tell whether caches are quantised once they are long enough."""
+        return self._below is not None
+
     def can_run_ahead(self) -> bool:
         """Tell whether mlx-lm can trim the model's caches, so that a draft model may run ahead."""
         if self.options.kv_bits is not None:
@@ -124,41 +132,96 @@ class PromptCaches:
             return self._below
         return self
 
-    def find(self, token_ids: bytes, limit: int) -> Match:
-        """Return how much of packed token ids is stored, `limit` tokens at most. Raises the bank's errors."""
-        found = self.session.match(self.identify()[0], token_ids, limit)
+    def find(self, token_ids: bytes, limit: int, known: Sequence[ChunkRecord] = ()) -> Match:
+        """Return how much of packed token ids the bank's files hold, `limit` tokens at most.
+
+        `known` may be the chunks of an earlier match. Raises the bank's errors.
+        """
+        found = self.session.match(self.identify()[0], token_ids, limit, known)
         if self._below is None or self.for_length(found.n_tokens) is self:
             return found
         limit = min(limit, self.options.quantized_kv_start - 1)
         return self.session.match(self._below.identify()[0], token_ids, limit)
 
     def match(self, encoded: EncodedPrompt, hold_back: int) -> Match:
-        """Return how much of a prompt is stored, but for the last token and the last `hold_back` ones."""
+        """Return how much of a prompt is at hand, but for the last token and the last `hold_back` ones.
+
+        What is kept in memory is preferred to files that hold no more.
+        """
         if hold_back < 0:
             raise ConfigError(f"hold_back={hold_back} must not be negative")
         n_tokens = len(encoded.token_ids) // TOKEN_BYTES
         limit = max(n_tokens - max(hold_back, 1), 0)
         self.session.count(matches=1)
+        in_memory = None
         try:
-            return self.find(encoded.token_ids, limit)
+            in_memory = self._find_in_memory(encoded.token_ids, limit)
+            found = self.find(encoded.token_ids, limit, in_memory[0].chunks if in_memory else ())
         except PrefixBankError as exc:
             self.warn_of(exc, "match")
             reason = REASON_UNSUPPORTED if isinstance(exc, UnsupportedCacheError) else REASON_UNAVAILABLE
-            return Match(n_tokens, 0, 0, reason)
+            found = Match(n_tokens, 0, 0, reason)
+        if in_memory is None or in_memory[1] < found.n_tokens:
+            parted = bool(found.chunks) and found.n_tokens < min(found.chunks[-1].end, limit)
+            return replace(found, parted=parted)
+        kept, n_tokens = in_memory
+        return replace(
+            found,
+            n_tokens=n_tokens,
+            n_bytes=0,
+            reason=REASON_ALL if n_tokens == limit else REASON_PARTIAL,
+            n_known_tokens=max(found.n_known_tokens, n_tokens),
+            in_memory=True,
+            parted=n_tokens < min(kept.n_tokens, limit),
+            loading_pays=True,
+        )
 
-    def resolve(self, encoded: EncodedPrompt, *, reserve: int, hold_back: int = 0) -> Resolved:
-        """Return the longest stored prefix of a prompt as a prompt cache, and the rest; see `BankedModel.resolve`."""
+    def _find_in_memory(self, token_ids: bytes, limit: int) -> tuple[KeptPrefix, int] | None:
+        if self.quantises_later:
+            return None  # what is quantised in time can't be cut back to what it was before
+        return self.session.memory.find(owner_of(self.identify()[0]), token_ids, limit)
+
+    def resolve(self, encoded: EncodedPrompt, *, reserve: int, hold_back: int = 0, lend: bool = False) -> Resolved:
+        """Return the longest stored prefix of a prompt as a prompt cache, and the rest; see `BankedModel.resolve`.
+
+        With `lend`, a cache that is kept in memory is not copied; `take_back` keeps it again.
+        """
+        if self._is_too_short(encoded, hold_back):
+            n_tokens = len(encoded.token_ids) // TOKEN_BYTES
+            self.session.count(computed_by_choice=1)
+            found = Match(n_tokens, 0, 0, REASON_COMPUTED, loading_pays=False)
+            return Resolved(new_prompt_cache(self.model, self.options), _rest(encoded.token_ids, 0), found)
         found = self.match(encoded, hold_back)
-        return self.load(encoded.token_ids, found, max(reserve, 0))
+        return self.load(encoded.token_ids, found, max(reserve, 0), lend=lend)
 
-    def load(self, token_ids: bytes, found: Match, reserve: int) -> Resolved:
+    def _is_too_short(self, encoded: EncodedPrompt, hold_back: int) -> bool:
+        """Tell whether computing the whole prompt is faster than the smallest load: then it is not looked for."""
+        if self.session.options.load == "always" or hold_back < 0 or self.quantises_later:
+            return False
+        try:
+            namespace, _ = self.identity.known
+        except PrefixBankError:
+            return False
+        rates = self.session.rates
+        n_tokens = len(encoded.token_ids) // TOKEN_BYTES
+        return not rates.estimate(namespace, n_tokens, 0).loading_pays and rates.should_compute(namespace)
+
+    def load(self, token_ids: bytes, found: Match, reserve: int, *, lend: bool = False) -> Resolved:
         """Return the prompt cache of a match of packed token ids, as far as its shards are whole."""
+        if found.in_memory:
+            resolved = self._from_memory(token_ids, found, lend=lend)
+            if resolved is not None:
+                return resolved
+            found = self._find_again(token_ids, found)
+        if found.n_tokens and not found.loading_pays and self.session.rates.should_compute(self.identity.known[0]):
+            self.session.count(computed_by_choice=1)
+            found = replace(found, n_tokens=0, n_bytes=0, reason=REASON_COMPUTED, chunks=())
         prompt_cache: list[Any] = []
         seed: Sequence[Any] = ()
         if found.n_tokens:
             try:
-                layout = self.for_length(found.n_tokens).identity.layout
-                loaded = self.session.load(found, layout, reserve)
+                namespace, layout = self.for_length(found.n_tokens).identity.known
+                loaded = self.session.load(namespace, found, layout, reserve)
             except (PrefixBankError, RuntimeError) as exc:  # RuntimeError: MLX has no memory left
                 self.warn_of(exc, "load")
                 found = replace(found, n_tokens=0, n_bytes=0, reason=REASON_UNAVAILABLE, chunks=())
@@ -168,98 +231,109 @@ class PromptCaches:
             self.note_use(found)
         else:
             prompt_cache = new_prompt_cache(self.model, self.options)
-        return Resolved(prompt_cache, unpack_token_ids(token_ids[found.n_tokens * TOKEN_BYTES :]), found, seed=seed)
+        lent_by = self._lender() if lend else None
+        if found.n_tokens and lent_by is None:
+            self.keep_copy(token_ids[: found.n_tokens * TOKEN_BYTES], prompt_cache, found.chunks, seed)
+        return Resolved(prompt_cache, _rest(token_ids, found.n_tokens), found, seed=seed, lent_by=lent_by)
 
-    def recorder(self, resolved: Resolved) -> CacheRecorder | None:
-        """Return a recorder of what will be computed behind a resolved prefix; None where none is needed."""
+    def _from_memory(self, token_ids: bytes, found: Match, *, lend: bool) -> Resolved | None:
+        """Return the prompt cache of a match from memory; None where it is not there any more."""
+        namespace, layout = self.identity.known
+        memory = self.session.memory
+        in_memory = memory.find(owner_of(namespace), token_ids, found.n_tokens)
+        if in_memory is None or in_memory[1] < found.n_tokens:
+            return None
+        kept, n_tokens = in_memory
+        prompt_cache: list[Any] | None
+        if lend and kept.can_be_cut and n_tokens == kept.n_tokens:
+            prompt_cache = kept.prompt_cache if memory.take(kept) else None
+        else:
+            prompt_cache = memory.copied(kept)
+        if prompt_cache is None:
+            return None
+        if n_tokens < kept.n_tokens:
+            prompt_cache = cut_to(prompt_cache, layout, n_tokens)
+        self.session.count(memory_hits=1)
+        self.note_use(found)
+        lent_by = (namespace, layout) if lend and kept.can_be_cut else None
+        return Resolved(prompt_cache, _rest(token_ids, n_tokens), found, seed=kept.seed, lent_by=lent_by)
+
+    def _find_again(self, token_ids: bytes, found: Match) -> Match:
+        """Return what the files hold of a match whose cache went from memory meanwhile."""
         try:
-            layout = self.identity.layout
-        except PrefixBankError:  # said when the prompt was matched
+            return self.find(token_ids, found.n_tokens)
+        except PrefixBankError as exc:
+            self.warn_of(exc, "match")
+            return Match(found.n_prompt_tokens, 0, 0, REASON_UNAVAILABLE)
+
+    def _lender(self) -> tuple[Namespace, CacheLayout] | None:
+        """Return whose a lent cache is; None where a used one can't be cut back to what it was."""
+        if self.quantises_later:
             return None
-        if self.session.read_only or self._below is not None:  # caches to be quantised hold everything themselves
+        try:
+            namespace, layout = self.identity.known
+        except PrefixBankError:
             return None
-        return CacheRecorder(layout, resolved.seed or None)
+        return (namespace, layout) if keeps_all_rows(layout) else None
 
-    def compute(
-        self,
-        prompt_cache: list[Any],
-        token_ids: list[int],
-        start: int,
-        end: int,
-        prefill_step_size: int | None,
-        progress: Progress | None,
-        recorder: CacheRecorder | None = None,
-        boundaries: Collection[int] = (),
+    def keep_copy(
+        self, token_ids: bytes, prompt_cache: list[Any], chunks: tuple[ChunkRecord, ...], seed: Sequence[Any] = ()
     ) -> None:
-        """Run the tokens `[start, end)` through the model in steps that end at chunk boundaries.
+        """Keep a copy of a cache of exactly these packed token ids in memory, if it fits; its user may go on with it.
 
-        Steps also end at the given boundaries and each `state_every_chunks` chunks, and there the recorder takes the
-        states of recurrent layers.
+        The copy shares the arrays until the user writes to them.
         """
-        every = self.state_every_chunks * self.session.chunk_tokens
-        boundaries = {*boundaries, *(range(every, end + 1, every) if every else ())}
-        step = prefill_step_size or self.prefill_step_size
-        if step < 1:
-            raise ConfigError(f"prefill_step_size={step} must be at least 1")
-        if progress is not None:
-            progress(start, end)
-        with wired_limit(self.model, [generation_stream]), mx.stream(generation_stream):
-            while start < end:
-                stop = min(start + step, end, *(boundary for boundary in boundaries if boundary > start))
-                aligned = stop - stop % self.session.chunk_tokens
-                if stop < end and stop not in boundaries and aligned > start:
-                    stop = aligned
-                self.model(mx.array(token_ids[start:stop])[None], cache=prompt_cache)
-                quantize(prompt_cache, self.options)
-                mx.eval([layer_cache.state for layer_cache in prompt_cache if layer_cache is not None])
-                if recorder is not None and recorder.must_follow:
-                    recorder.record(start, stop, prompt_cache, with_state=stop in boundaries)
-                mx.clear_cache()
-                start = stop
-                if progress is not None:
-                    progress(start, end)
+        memory = self.session.memory
+        n_bytes = _n_bytes(prompt_cache) + sum(piece.n_bytes for pieces in seed for piece in pieces)
+        if self.quantises_later or not memory.has_room(n_bytes):
+            return
+        namespace, layout = self.identity.known
+        kept = copy.deepcopy(prompt_cache)
+        can_be_cut = keeps_all_rows(layout)
+        memory.give(KeptPrefix(owner_of(namespace), token_ids, kept, n_bytes, can_be_cut, chunks, seed))
 
-    def store(
-        self,
-        token_ids: bytes,
-        prompt_cache: Sequence[Any],
-        n_held: int | None = None,
-        recorder: CacheRecorder | None = None,
-    ) -> Stored:
-        """Store the KV of packed token ids from a live cache, of as many as are known. Raises the bank's errors.
-
-        How many tokens the cache holds it knows itself, unless all layers are recurrent: then it is `n_held`, or all
-        token ids. `recorder` has followed its making.
-        """
-        n_counted = n_cached_tokens(prompt_cache)
-        if n_counted is not None:
-            n_held = n_counted
-        elif n_held is None:
-            n_held = len(token_ids) // TOKEN_BYTES
-        if n_held == 0:
-            return Stored(0, None)
-        whose = self.for_length(n_held)
-        if whose is not self.for_length(len(token_ids) // TOKEN_BYTES):
-            return Stored(0, None)  # what is shorter than the start is kept as it was before it was quantised
-        namespace, layout = whose.identify()
-        recorder = recorder or CacheRecorder(layout)
-        recorder.finish(prompt_cache, n_held)
-        return self.session.store(namespace, token_ids[: n_held * TOKEN_BYTES], recorder)
-
-    def try_store(
-        self,
-        token_ids: bytes,
-        prompt_cache: Sequence[Any],
-        n_held: int | None = None,
-        recorder: CacheRecorder | None = None,
-    ) -> None:
-        """Store on the way to a generation, where it is merely a pity if that fails."""
-        if self.session.read_only or not token_ids:
+    def take_back(self, lent: Resolved, token_ids: bytes) -> None:
+        """Keep a lent cache for these packed token ids, unless what was done to it leaves any doubt."""
+        if lent.lent_by is None or not token_ids:
             return
         try:
-            self.store(token_ids, prompt_cache, n_held, recorder)
-        except (PrefixBankError, RuntimeError) as exc:
-            self.warn_of(exc, "store")
+            namespace, layout = lent.lent_by
+            if self.identify()[0].root_key != namespace.root_key:
+                return  # other weights by now: who knows when they were swapped
+            n_tokens = min(len(token_ids) // TOKEN_BYTES, n_cached_tokens(lent.prompt_cache) or 0)
+            token_ids = token_ids[: n_tokens * TOKEN_BYTES]
+            kept = cut_to(lent.prompt_cache, layout, n_tokens)
+            n_bytes = _n_bytes(kept)
+            if self.session.memory.has_room(n_bytes):
+                mx.eval(held_arrays(kept))  # another thread may use it next
+                chunks = lent.match.chunks
+                self.session.memory.give(KeptPrefix(owner_of(namespace), token_ids, kept, n_bytes, True, chunks))
+        except (PrefixBankError, RuntimeError):
+            return
+
+    def last_row(self, resolved: Resolved) -> bytes:
+        """Return the bits of the last layer's last matched row, which depend on all tokens up to there.
+
+        They tell a cache that was trimmed to less, and then filled again with other tokens, from one that was not.
+        """
+        if resolved.lent_by is None or not resolved.match.n_tokens:
+            return b""
+        return row_bits(held_arrays(resolved.prompt_cache)[-1], resolved.match.n_tokens - 1)
+
+    def note_computed(self, n_tokens: int, seconds: float) -> None:
+        """Take the time that computing so many tokens of a prompt took."""
+        try:
+            namespace, _ = self.identity.known
+        except PrefixBankError:
+            return
+        self.session.rates.computed(namespace, n_tokens, seconds)
+
+    def note_use(self, found: Match) -> None:
+        """Note for LRU that a match was used."""
+        try:
+            self.session.note_use(found)
+        except PrefixBankError as exc:
+            self.warn_of(exc, "note")
 
     def parting(self, found: Match) -> set[int]:
         """Return where the prompt parts from what is known, if states taken there would save later prompts enough."""
@@ -273,99 +347,6 @@ class PromptCaches:
             return min(encoded.n_shared_tokens, n_tokens)
         return n_tokens - n_tokens % self.session.chunk_tokens
 
-    def follow(
-        self,
-        encoded: EncodedPrompt,
-        resolved: Resolved,
-        hold_back: int,
-        prefill_step_size: int | None,
-        progress: Progress | None,
-    ) -> tuple[Resolved, CacheRecorder | None]:
-        """Compute what is to be stored and must be recorded step by step; all but the last token at most.
-
-        Returns the rest still to compute and the recorder; None where the finished cache will hold everything itself.
-        """
-        if self._below is not None and not self.session.read_only:
-            return self._store_before_quantising(encoded, resolved, hold_back, prefill_step_size), None
-        recorder = self.recorder(resolved)
-        if recorder is None or not recorder.must_follow:
-            return resolved, None
-        n_prompt = len(encoded.token_ids) // TOKEN_BYTES
-        boundaries = self.parting(resolved.match)
-        if encoded.n_shared_tokens is not None:
-            boundaries.add(encoded.n_shared_tokens)
-        n_last = min(n_prompt - max(hold_back, 1), max(self.n_to_store(encoded, hold_back), *boundaries, 0))
-        start = resolved.match.n_tokens
-        if n_last <= start:
-            return resolved, recorder
-        token_ids = unpack_token_ids(encoded.token_ids)
-        whole = None if progress is None else lambda done, _: progress(done, n_prompt)
-        self.compute(resolved.prompt_cache, token_ids, start, n_last, prefill_step_size, whole, recorder, boundaries)
-        return replace(resolved, rest=token_ids[n_last:], computed_tokens=n_last - start), recorder
-
-    def _store_before_quantising(
-        self, encoded: EncodedPrompt, resolved: Resolved, hold_back: int, prefill_step_size: int | None
-    ) -> Resolved:
-        """Compute and store what is to be stored, if the cache is not quantised by then; returns what is left."""
-        n_last = min(self.n_to_store(encoded, hold_back), len(encoded.token_ids) // TOKEN_BYTES - 1)
-        start = resolved.match.n_tokens
-        if n_last <= start or self.for_length(n_last) is self:
-            return resolved
-        token_ids = unpack_token_ids(encoded.token_ids)
-        self.compute(resolved.prompt_cache, token_ids, start, n_last, prefill_step_size, None)
-        self.try_store(encoded.token_ids[: n_last * TOKEN_BYTES], resolved.prompt_cache, n_last)
-        return replace(resolved, rest=token_ids[n_last:], computed_tokens=n_last - start)
-
-    def store_after_generation(
-        self,
-        encoded: EncodedPrompt,
-        resolved: Resolved,
-        recorder: CacheRecorder | None,
-        answer: Sequence[int],
-        *,
-        keep: bool,
-        hold_back: int,
-    ) -> None:
-        """Store what a generation should leave: the declared shots, else full chunks; with `keep`, everything."""
-        n_prompt = len(encoded.token_ids) // TOKEN_BYTES
-        n_tokens = self.n_to_store(encoded, hold_back)
-        if recorder is not None:
-            n_tokens = max(n_tokens, *recorder.state_ends(), 0)
-        whole = encoded.token_ids + pack_token_ids(answer)
-        token_ids = whole if keep else whole[: n_tokens * TOKEN_BYTES]
-        # mlx-lm has run every token that it gave out through the model, the last one included.
-        n_held = n_prompt + len(answer) if recorder is not None else None
-        if len(token_ids) // TOKEN_BYTES > resolved.match.n_tokens:
-            self.try_store(token_ids, resolved.prompt_cache, n_held, recorder)
-
-    def what(self, encoded: EncodedPrompt, found: Match) -> tuple[str, str, bytes] | None:
-        """Return what a prompt cache of the match is kept in memory under: whose it is, and its very token ids.
-
-        None where it can't be kept: nothing matches, or a used cache can't be cut back to the match.
-        """
-        if not found.n_tokens or self._below is not None:
-            return None
-        namespace, layout = self.identify()
-        if not keeps_all_rows(layout):
-            return None
-        token_ids = encoded.token_ids[: found.n_tokens * TOKEN_BYTES]
-        return namespace.fingerprint, namespace.salt_digest, token_ids
-
-    def take_back(self, what: tuple[str, str, bytes], prompt_cache: list[Any], n_tokens: int) -> None:
-        """Keep a lent cache, unless what was done to it leaves any doubt."""
-        try:
-            kept = cut_to(prompt_cache, self.identify()[1], n_tokens)
-        except PrefixBankError:
-            return
-        self.session.memory.give(what, kept, sum(layer_cache.nbytes for layer_cache in kept))
-
-    def note_use(self, found: Match) -> None:
-        """Note for LRU that a match was used."""
-        try:
-            self.session.note_use(found)
-        except PrefixBankError as exc:
-            self.warn_of(exc, "note")
-
     def warn_of(self, error: Exception, action: str) -> None:
         """Say once what kept the bank from being used; count it each time."""
         if isinstance(error, UnsupportedCacheError):
@@ -378,3 +359,16 @@ class PromptCaches:
             f"{action} {type(error).__name__}",
             f"the bank could not be used ({action}): {error}; generation goes on without it",
         )
+
+
+def owner_of(namespace: Namespace) -> Owner:
+    """Return whose KV a namespace's is, as the memory tier knows it."""
+    return namespace.fingerprint, namespace.salt_digest
+
+
+def _n_bytes(prompt_cache: Sequence[Any]) -> int:
+    return sum(array.nbytes for array in held_arrays(prompt_cache))
+
+
+def _rest(token_ids: bytes, n_tokens: int) -> list[int]:
+    return unpack_token_ids(token_ids[n_tokens * TOKEN_BYTES :])

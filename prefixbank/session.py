@@ -12,14 +12,13 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Self
 
 from prefixbank import eviction, fingerprint, resolver, restoring, storing
-from prefixbank.chunking import first_token
+from prefixbank.chunking import TOKEN_BYTES, first_token
 from prefixbank.config import BankOptions
 from prefixbank.errors import (
     BankNotFoundError,
@@ -28,18 +27,25 @@ from prefixbank.errors import (
     ConfigError,
     PrefixBankError,
 )
-from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows, weights_rows
+from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows, rates_rows, weights_rows
 from prefixbank.layout import CacheLayout
-from prefixbank.memory import PromptCachePool
+from prefixbank.memory import MemoryTier
+from prefixbank.rates import RateBook
 from prefixbank.rootfile import INDEX_FILE, create_root, finish_root, is_bank, read_bank_file
 from prefixbank.shards import ShardStore
 from prefixbank.values import ChunkKey, ChunkRecord, Match, Namespace, PrefixRecord, WeightsFile
+from prefixbank.writes import WriteQueue
 
-__all__ = ["BankSession"]
+__all__ = ["MAX_READERS", "BankSession"]
 
 _NAME = re.compile(r"[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]{0,199}")
+MAX_READERS = min(16, os.cpu_count() or 1)
+"""How many threads read shards at once."""
+
 _USES_BETWEEN_WRITES = 64
-_MAX_READERS = 8
+_WRITTEN_BYTES_PER_S = 200e6  # how fast a queue is taken to empty: slower than most disks
+_REFUSALS_KEPT = 256
+_REFUSED_FOR_S = 60.0  # a prefix that did not fit is not copied again for so long
 
 
 class BankSession:
@@ -53,11 +59,15 @@ class BankSession:
         self.shards = shards
         self.options = options
         self.chunk_tokens: int = options.chunk_tokens
-        self.memory = PromptCachePool(options.memory_bytes)
+        self.memory = MemoryTier(options.memory_bytes)
+        self.rates = RateBook()
         self.counts: Counter[str] = Counter()
         self.unsupported: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self._writes = WriteQueue(options.write_queue_bytes, self._say_write_failed)
         self._uses: list[tuple[ChunkKey, ...]] = []
+        self._refused: dict[tuple[int, bytes], float] = {}
+        self._device = ""
         self._warned: set[str] = set()
         self._closed = False
 
@@ -90,29 +100,47 @@ class BankSession:
         return self.options.read_only
 
     def flush(self) -> None:
-        """Write down what is still in memory: which prefixes were used. Does nothing on a read-only bank."""
-        with self._lock:
-            uses, self._uses = self._uses, []
-        if not uses or self.read_only:
+        """Wait until all that was given to be stored is written; then write down uses and rates.
+
+        Raises the first error that a store met since the last flush. Does nothing on a read-only bank.
+        """
+        self.settle()
+        self._writes.raise_failure()
+
+    def settle(self) -> None:
+        """Do what `flush` does, but for the errors of stores: whoever looks at the bank sees what this process did."""
+        self._writes.wait()
+        self._note()
+
+    def _note(self) -> None:
+        """Write down what is still in memory: which prefixes were used, and what was measured."""
+        if self.read_only:
             return
         now_s = int(time.time())
+        with self._lock:
+            uses, self._uses = self._uses, []
+        rates = self.rates.take_new(self._device, now_s)
+        if not uses and not rates:
+            return
         with self.index.writing() as tx:
-            for keys in uses:
-                chunk_rows.touch(tx, keys, chunk_rows.next_tick(tx), now_s)
+            chunk_rows.touch_many(tx, uses, now_s)
+            for measured in rates:
+                rates_rows.remember(tx, measured)
 
     def close(self) -> None:
-        """Flush and close. Closing again does nothing. A bank that can't be flushed is closed with a warning."""
+        """Write everything down and close. Closing again does nothing. What can't be written is warned of."""
         if self._closed:
             return
         self._closed = True
         try:
-            self.flush()
+            self._writes.close()
+            self._note()
         except PrefixBankError as exc:
             self.warn("flush", f"which prefixes were used could not be noted: {exc}")
         finally:
             self.memory.clear()
-            if "_executor" in self.__dict__:
-                self._executor.shutdown()
+            if "_readers" in self.__dict__:
+                self._readers.close()
             self.index.close()
 
     def warn(self, cause: str, message: str) -> None:
@@ -165,13 +193,45 @@ class BankSession:
         with self.index.writing() as tx:
             return namespace_rows.ensure(tx, wanted)
 
-    def match(self, namespace: Namespace, token_ids: bytes, limit: int) -> Match:
-        """Return the longest stored prefix of packed token ids, of at most `limit` tokens."""
-        return resolver.match(self.index, namespace, token_ids, self.chunk_tokens, limit)
+    def recall_rates(self, namespace: Namespace, device: str) -> None:
+        """Begin with the rates that an earlier process measured on this device."""
+        self._device = device
+        with self.index.reading() as tx:
+            self.rates.recall(namespace, rates_rows.find(tx, namespace.id, device))
 
-    def load(self, found: Match, layout: CacheLayout, reserve: int) -> restoring.Loaded:
+    def match(self, namespace: Namespace, token_ids: bytes, limit: int, known: Sequence[ChunkRecord] = ()) -> Match:
+        """Return the longest stored prefix of packed token ids, of at most `limit` tokens, and whether loading it pays.
+
+        `known` may be the chunks of an earlier match. What this process is about to store is waited for, where that is
+        faster than computing it again.
+        """
+        while True:
+            found = resolver.match(self.index, namespace, token_ids, self.chunk_tokens, limit, known)
+            n_coming = min(self._writes.n_covered(namespace.id, token_ids), limit) - found.n_tokens
+            if n_coming <= 0 or not self._worth_waiting(namespace, n_coming):
+                break
+            self._writes.wait()
+        if not found.n_tokens:
+            return found
+        estimate = self.rates.estimate(namespace, found.n_tokens, found.n_bytes)
+        return replace(
+            found,
+            load_s=estimate.load_s,
+            compute_s=estimate.compute_s,
+            loading_pays=self.options.load == "always" or estimate.loading_pays,
+        )
+
+    def _worth_waiting(self, namespace: Namespace, n_tokens: int) -> bool:
+        saved_s = self.rates.estimate(namespace, n_tokens, 0).compute_s
+        known_to_be_slower = saved_s is not None and saved_s < self._writes.n_bytes / _WRITTEN_BYTES_PER_S
+        return self.options.load == "always" or not known_to_be_slower
+
+    def load(self, namespace: Namespace, found: Match, layout: CacheLayout, reserve: int) -> restoring.Loaded:
         """Read a match into a new prompt cache; shards that fail are healed or set aside, and shorten it."""
-        loaded = restoring.load(found, layout, self.shards, self._executor, reserve)
+        started_at = time.perf_counter()
+        loaded = restoring.load(found, layout, self.shards, self._readers, reserve)
+        if not loaded.failures:
+            self.rates.loaded(namespace, found.n_bytes, time.perf_counter() - started_at)
         for record, error in loaded.failures:
             self.warn(type(error).__name__, f"{error}: its tokens are computed again")
             if not self.read_only:
@@ -185,19 +245,47 @@ class BankSession:
             self.warn("heal", f"a lost shard could not be struck off the index: {exc}")
 
     def note_use(self, found: Match) -> None:
-        """Count a match that was used, and note the use for LRU; notes are written in groups."""
+        """Count a match that was used, and note the use for LRU; notes are written in groups, on the writing thread."""
         self.count(hits=1)
+        if self.read_only or not found.chunks:
+            return
         with self._lock:
             self._uses.append(tuple(record.key for record in found.chunks))
-            due = len(self._uses) >= _USES_BETWEEN_WRITES
+            due = len(self._uses) % _USES_BETWEEN_WRITES == 0
         if due:
-            self.flush()
+            self._writes.submit(0, b"", 0, self._note)
+
+    def can_queue(self, namespace: Namespace, token_ids: bytes, n_bytes: int) -> bool:
+        """Tell whether `store_behind` would take a prefix; counts it where the queue is full."""
+        name = namespace.id, token_ids
+        if time.monotonic() < self._refused.get(name, 0.0):
+            return False
+        if self._writes.n_covered(namespace.id, token_ids) == len(token_ids) // TOKEN_BYTES:
+            return False  # it is on its way
+        if self._writes.has_room(n_bytes):
+            return True
+        self.count(skipped_stores=1)
+        return False
+
+    def store_behind(self, namespace: Namespace, token_ids: bytes, source: storing.RowSource, n_bytes: int) -> None:
+        """Store packed token ids on the writing thread; `source` holds `n_bytes` of copied rows. Never waits.
+
+        A store is skipped, and counted, where the queue is full. One that fails is warned of once, and counted.
+        """
+        if not self._writes.submit(namespace.id, token_ids, n_bytes, lambda: self.store(namespace, token_ids, source)):
+            self.count(skipped_stores=1)
+
+    def _say_write_failed(self, error: Exception) -> None:
+        self.count(failed_stores=1)
+        self.warn(
+            f"store {type(error).__name__}", f"a prefix could not be stored: {error}; generation goes on without it"
+        )
 
     def store(self, namespace: Namespace, token_ids: bytes, source: storing.RowSource) -> storing.Stored:
         """Store packed token ids, all of them, with their rows from `source`; warns once where the budget refuses."""
         if self.read_only:
             raise BankReadOnlyError(f"{self.root} is opened read-only: nothing can be stored")
-        self.flush()
+        self._note()
         stored = storing.store(
             self.index,
             self.shards,
@@ -212,6 +300,9 @@ class BankSession:
             # Others may have stored since room was made.
             eviction.make_room(self.index, self.shards, self.options.max_bytes, 0, frozenset())
         if stored.refused:
+            if len(self._refused) >= _REFUSALS_KEPT:
+                self._refused.clear()
+            self._refused[namespace.id, token_ids] = time.monotonic() + _REFUSED_FOR_S
             self.count(refused_stores=1)
             self.warn("refused", f"a prefix was not stored whole: {stored.refused}")
         return stored
@@ -243,8 +334,8 @@ class BankSession:
             return chunk_rows.children_of(tx, namespace.id, parent_key, 64)
 
     @cached_property
-    def _executor(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1), "prefixbank-read")
+    def _readers(self) -> restoring.Readers:
+        return restoring.Readers(MAX_READERS)
 
 
 def _open_index(path: Path, options: BankOptions) -> Index:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import typer
 
 from prefixbank.cli.options import JsonOption, open_bank
-from prefixbank.cli.output import print_document, print_text
+from prefixbank.cli.output import print_document, print_text, utc
 from prefixbank.config import format_size
+
+if TYPE_CHECKING:
+    from prefixbank.values import Namespace, Rates
 
 
 def run(ctx: typer.Context, as_json: JsonOption = False) -> None:
     """Show how many prefixes, chunks, tokens and bytes the bank holds."""
     with open_bank(ctx) as bank:
         stats = bank.stats()
+        names = {usage.namespace.id: usage.namespace for usage in bank.namespaces(empty=True)}
     root = str(bank.root.absolute())
     if as_json:
         print_document(
@@ -26,6 +32,7 @@ def run(ctx: typer.Context, as_json: JsonOption = False) -> None:
             disk_bytes=stats.disk_bytes,
             quarantined_bytes=stats.quarantined_bytes,
             max_bytes=stats.max_bytes,
+            rates=[_rates_fields(rates, names[rates.namespace_id]) for rates in stats.rates],
         )
         return
     budget = "no budget" if stats.max_bytes is None else f"of {format_size(stats.max_bytes)}"
@@ -40,6 +47,31 @@ def run(ctx: typer.Context, as_json: JsonOption = False) -> None:
                 f"tokens       {stats.n_tokens}",
                 f"on disk      {format_size(stats.disk_bytes)} ({budget})",
                 f"quarantined  {format_size(stats.quarantined_bytes)}",
+                *(_speed(rates, names[rates.namespace_id]) for rates in stats.rates),
             ]
         )
     )
+
+
+def _rates_fields(rates: Rates, namespace: Namespace) -> dict[str, Any]:
+    return {
+        "fingerprint": namespace.fingerprint,
+        "salt_digest": namespace.salt_digest or None,
+        "label": namespace.label,
+        "device": rates.device,
+        "compute_s": rates.compute_s,
+        "compute_s_per_token": rates.compute_s_per_token,
+        "load_s": rates.load_s,
+        "load_s_per_byte": rates.load_s_per_byte,
+        "updated_at": utc(rates.updated_at),
+    }
+
+
+def _speed(rates: Rates, namespace: Namespace) -> str:
+    """Say how fast a model's prefixes were computed and loaded, leaving out what was not measured."""
+    speeds = []
+    if rates.compute_s_per_token:
+        speeds.append(f"computing {1 / rates.compute_s_per_token:.0f} tokens/s")
+    if rates.load_s_per_byte:
+        speeds.append(f"loading {format_size(round(1 / rates.load_s_per_byte))}/s")
+    return f"speed        {', '.join(speeds) or 'unknown'} ({namespace.label}, {rates.device})"

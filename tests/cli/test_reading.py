@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from prefixbank.bank import PrefixBank
+from prefixbank.index import rates_rows
+from prefixbank.values import Rates
 from tests.cli.banks import FINGERPRINTS, LABELS, FilledBank, Outcome, digest_of
 
 Run = Callable[..., Outcome]
@@ -165,10 +167,35 @@ def test_stats_sums_up_what_the_bank_holds(run: Run, filled: FilledBank) -> None
         "disk_bytes": on_disk,
         "quarantined_bytes": 0,
         "max_bytes": None,
+        "rates": [],
     }
     text = run("stats").out
     assert "prefixes     3 (1 pinned)" in text
     assert "no budget" in text
+    assert "speed" not in text
+
+
+def test_stats_says_how_fast_models_compute_and_load(run: Run, filled: FilledBank) -> None:
+    with PrefixBank.open(filled.root) as bank, bank._session.index.writing() as tx:
+        first, second = sorted(usage.namespace.id for usage in bank.namespaces())
+        rates_rows.remember(tx, Rates(first, "gpu Toaster", 0.125, 0.004, 0.5, 1e-9, 1_700_000_000))
+        rates_rows.remember(tx, Rates(second, "cpu Abacus", None, None, None, None, 1_700_000_000))
+    rates = run("stats", "--json").document["rates"]
+    assert rates[0] == {
+        "fingerprint": FINGERPRINTS[0],
+        "salt_digest": None,
+        "label": "models/first",
+        "device": "gpu Toaster",
+        "compute_s": 0.125,
+        "compute_s_per_token": 0.004,
+        "load_s": 0.5,
+        "load_s_per_byte": 1e-9,
+        "updated_at": "2023-11-14T22:13:20Z",
+    }
+    assert (rates[1]["fingerprint"], rates[1]["load_s"]) == (FINGERPRINTS[1], None)
+    text = run("stats").out
+    assert "speed        computing 250 tokens/s, loading 1.0 GB/s (models/first, gpu Toaster)" in text
+    assert "speed        unknown (models/second, cpu Abacus)" in text
 
 
 def test_check_of_a_sound_bank_finds_no_problem(run: Run, filled: FilledBank) -> None:

@@ -39,6 +39,7 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "a row is added": (chunk_rows, "add", "after"),
     "a name is moved": (prefix_rows, "move", "after"),
     "a row is deleted": (chunk_rows, "delete", "after"),
+    "a group of rows is deleted": (chunk_rows, "delete_many", "after"),
     "the rows are committed": (ShardWriter, "discard", "before"),
     "a file is to be deleted": (ShardStore, "unlink", "before"),
     "a file is deleted": (ShardStore, "unlink", "after"),
@@ -50,7 +51,7 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "the index is migrated": (session, "finish_root", "before"),
     "bank.json is written": (session, "finish_root", "after"),
     "bank.json is written, not yet named": (os, "link", "before"),
-    "uses are noted, not committed": (chunk_rows, "touch", "after"),
+    "uses are noted, not committed": (chunk_rows, "_note", "after"),
 }
 """Where to die: the owner of a function, its name, and on which side of its n-th call."""
 

@@ -170,7 +170,7 @@ def test_a_prune_killed_after_its_commit_leaves_only_files(kill: Kill, root: Pat
 
 
 def test_a_prune_killed_before_its_commit_removes_nothing(kill: Kill, root: Path) -> None:
-    kill(root, "prune", "a row is deleted", 2)
+    kill(root, "prune", "a group of rows is deleted")
     with PrefixBank.open(root) as bank:
         must_be_whole(bank)
         assert len(files_there(root)) == N_BASE_FILES

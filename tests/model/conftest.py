@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import save_config, save_model
 
 from prefixbank import PrefixBank
-from tests.model.tiny import CHAT_TEMPLATE, CONFIGS, build_model, build_tokenizer
+from tests.model.tiny import CHAT_TEMPLATE, CONFIGS, FROM_DISK, build_model, build_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -41,8 +41,8 @@ def save_tiny(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def small_bank(bank_root: Path) -> Any:
-    """A bank with chunks of 16 tokens, checked when the test is over."""
-    with PrefixBank.open(bank_root, chunk_tokens=16) as bank:
+    """A bank with chunks of 16 tokens that reads what it gives out from its files, checked when the test is over."""
+    with PrefixBank.open(bank_root, chunk_tokens=16, **FROM_DISK) as bank:
         yield bank
         report = bank.check(read_data=True)
         assert report.ok, report.findings

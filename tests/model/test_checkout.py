@@ -18,6 +18,15 @@ SHARED = random_ids(50)
 
 
 @pytest.fixture
+def small_bank(bank_root: Path) -> Any:
+    """A bank that also keeps prefixes in memory."""
+    with PrefixBank.open(bank_root, chunk_tokens=16, load="always") as bank:
+        yield bank
+        report = bank.check(read_data=True)
+        assert report.ok, report.findings
+
+
+@pytest.fixture
 def warm_llm(llm: Any) -> Any:
     llm.warm(SHARED)
     return llm
@@ -103,7 +112,7 @@ def test_failure_inside_the_block_does_not_spoil_the_next_lease(warm_llm: Any) -
 
 
 def test_memory_budget_is_held(bank_root: Path, llama: Any, tokenizer: Any) -> None:
-    with PrefixBank.open(bank_root, chunk_tokens=16, memory_bytes=0) as bank:
+    with PrefixBank.open(bank_root, chunk_tokens=16, memory_bytes=0, load="always") as bank:
         llm = bank.attach(llama, tokenizer)
         llm.warm(SHARED)
         with llm.checkout([*SHARED, 1]) as lease:

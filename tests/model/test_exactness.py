@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ConcatenateKVCache, make_prompt_cache
 
 from prefixbank import PrefixBank
 from prefixbank.kvcache.kinds import kind_of
-from tests.model.tiny import build_model, random_ids
+from tests.model.tiny import FROM_DISK, build_model, random_ids
 
 MODELS = ["llama", "deepseek_v3"]
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -88,7 +88,7 @@ def test_concatenate_cache_is_restored_without_rows_behind_the_prefix(
     object.__setattr__(
         llama_with_own_cache, "make_cache", lambda: [ConcatenateKVCache() for _ in llama_with_own_cache.layers]
     )
-    with PrefixBank.open(tmp_path / "bank", chunk_tokens=16) as bank:
+    with PrefixBank.open(tmp_path / "bank", **FROM_DISK, chunk_tokens=16) as bank:
         llm = bank.attach(llama_with_own_cache, tokenizer)
         token_ids = random_ids(40)
         stored = live_cache(llama_with_own_cache, token_ids, ConcatenateKVCache)

@@ -15,7 +15,7 @@ import pytest
 from mlx_lm import generate
 
 from prefixbank import BankReadOnlyError, BankWarning, PrefixBank, StorageError
-from tests.model.tiny import random_ids
+from tests.model.tiny import FROM_DISK, random_ids
 
 PROMPT = random_ids(100)
 
@@ -23,7 +23,7 @@ PROMPT = random_ids(100)
 @pytest.fixture
 def bank(bank_root: Path) -> Iterator[PrefixBank]:
     """A bank whose damage is the test's own business."""
-    with PrefixBank.open(bank_root, chunk_tokens=16, busy_timeout_s=0.1) as bank:
+    with PrefixBank.open(bank_root, **FROM_DISK, chunk_tokens=16, busy_timeout_s=0.1) as bank:
         yield bank
 
 
@@ -75,7 +75,7 @@ def test_failed_shard_is_a_miss_that_heals(what: str, bank: PrefixBank, llama: A
 def test_block_17_of_85_deleted_gives_16_blocks_back_and_then_heals(
     bank_root: Path, llama: Any, tokenizer: Any
 ) -> None:
-    with PrefixBank.open(bank_root, chunk_tokens=4) as bank:
+    with PrefixBank.open(bank_root, **FROM_DISK, chunk_tokens=4) as bank:
         llm = bank.attach(llama, tokenizer)
         prompt = random_ids(85 * 4 + 1)
         llm.warm(prompt)
@@ -106,6 +106,10 @@ def test_full_disk_in_mid_store_costs_only_the_store(
     monkeypatch.setattr(os, "writev", full)
     with pytest.warns(BankWarning, match="No space left"):
         assert llm.generate(PROMPT, max_tokens=8).text == cold
+        with pytest.raises(StorageError, match="No space left"):
+            bank.flush()
+    bank.flush()
+    assert bank.stats().session["failed_stores"] == 1
     assert bank.chunks() == []
     assert list(bank.root.rglob("*.safetensors")) == []
     calls[0] = 2
@@ -163,11 +167,11 @@ def test_garbage_in_the_index_is_a_miss(bank: PrefixBank, llama: Any, tokenizer:
 
 
 def test_read_only_bank_hits_and_is_not_changed_by_a_byte(bank_root: Path, llama: Any, tokenizer: Any) -> None:
-    with PrefixBank.open(bank_root, chunk_tokens=16) as bank:
+    with PrefixBank.open(bank_root, **FROM_DISK, chunk_tokens=16) as bank:
         bank.attach(llama, tokenizer).warm(PROMPT[:50])
     before = {path: path.read_bytes() for path in bank_root.rglob("*") if path.is_file()}
     cold = generate(llama, tokenizer, PROMPT, max_tokens=8)
-    with PrefixBank.open(bank_root, read_only=True) as bank, warnings.catch_warnings():
+    with PrefixBank.open(bank_root, **FROM_DISK, read_only=True) as bank, warnings.catch_warnings():
         warnings.simplefilter("error")
         llm = bank.attach(llama, tokenizer)
         result = llm.generate(PROMPT, max_tokens=8, keep=True)
@@ -223,8 +227,8 @@ def test_budget_holds_when_another_process_stores_in_between(
 ) -> None:
     """Two that make room at the same moment both fit; together they may not."""
     with (
-        PrefixBank.open(bank_root, chunk_tokens=16, max_bytes=70_000) as one,
-        PrefixBank.open(bank_root, max_bytes=70_000) as other,
+        PrefixBank.open(bank_root, **FROM_DISK, chunk_tokens=16, max_bytes=70_000) as one,
+        PrefixBank.open(bank_root, **FROM_DISK, max_bytes=70_000) as other,
     ):
         first, second = one.attach(llama, tokenizer), other.attach(llama, tokenizer)
         real = os.writev

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from prefixbank import BankedModel, PrefixBank
 from tests.model.gemma3 import fetch_gemma3
+from tests.model.tiny import FROM_DISK
 
 pytestmark = pytest.mark.gemma
 
@@ -64,7 +65,7 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def first_bank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefixBank]:
-    with PrefixBank.open(tmp_path_factory.mktemp("gemma") / "bank", chunk_tokens=CHUNK) as bank:
+    with PrefixBank.open(tmp_path_factory.mktemp("gemma") / "bank", **FROM_DISK, chunk_tokens=CHUNK) as bank:
         yield bank
 
 
@@ -127,7 +128,7 @@ def test_second_bank_object_goes_on_bit_for_bit_as_the_live_cache(
     assert live_logits.dtype == mx.float32
     cold_logits = one_pass(first.model, prompt[:boundary] + fed, len(fed))
 
-    with PrefixBank.open(first_bank.root) as bank:
+    with PrefixBank.open(first_bank.root, **FROM_DISK) as bank:
         second = load(bank, folder)  # the model is loaded anew, too
         restored = second.resolve(prompt[: boundary + N_FURTHER])
         assert (restored.cached_tokens, restored.rest) == (boundary, further)

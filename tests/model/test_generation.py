@@ -21,7 +21,7 @@ from prefixbank import (
     register_cache_kind,
 )
 from prefixbank.kvcache.kinds import KVCacheKind
-from tests.model.tiny import build_model, random_ids
+from tests.model.tiny import FROM_DISK, build_model, random_ids
 
 SHOTS = FewShotPrompt(
     instructions="Say whether the review is positive.",
@@ -240,7 +240,7 @@ def test_registered_cache_class_of_a_third_party_is_stored(small_bank: PrefixBan
 
 
 def test_larger_than_the_budget_is_refused_with_a_warning(bank_root: Any, llama: Any, tokenizer: Any) -> None:
-    with PrefixBank.open(bank_root, chunk_tokens=16, max_bytes="30kB") as bank:
+    with PrefixBank.open(bank_root, **FROM_DISK, chunk_tokens=16, max_bytes="30kB") as bank:
         llm = bank.attach(llama, tokenizer)
         with pytest.warns(BankWarning, match="budget"):
             warmed = llm.warm(random_ids(200), name="large")

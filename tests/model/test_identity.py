@@ -22,7 +22,7 @@ from mlx_lm.models.cache import ConcatenateKVCache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
 from prefixbank import FingerprintMismatchError, PrefixBank
-from tests.model.tiny import build_model, random_ids
+from tests.model.tiny import FROM_DISK, build_model, random_ids
 
 SaveTiny = Callable[..., Path]
 
@@ -204,11 +204,11 @@ def test_second_start_reads_no_weights_for_hashing(
     monkeypatch.setattr(hashlib, "file_digest", lambda file, name: (read.append(file.name), real(file, name))[1])
     # A digest taken within the grain of the file's last change is not kept: let the clock say that it is over.
     monkeypatch.setattr("prefixbank.fingerprint.time.time", lambda: (folder / "config.json").stat().st_ctime + 10)
-    with PrefixBank.open(bank_root) as bank:
+    with PrefixBank.open(bank_root, **FROM_DISK) as bank:
         fingerprint = bank.load_model(folder).namespace.fingerprint
     assert any(name.endswith("model.safetensors") for name in read)
     read.clear()
-    with PrefixBank.open(bank_root) as bank:
+    with PrefixBank.open(bank_root, **FROM_DISK) as bank:
         assert bank.load_model(folder).namespace.fingerprint == fingerprint
     assert read == []
 
@@ -216,13 +216,14 @@ def test_second_start_reads_no_weights_for_hashing(
 @pytest.mark.parametrize("name", ["llama", "deepseek_v32", "gemma3_text", "llama4", "falcon_h1", "mamba2"])
 def test_second_process_hits_what_the_first_stored(name: str, bank_root: Path, save_tiny: SaveTiny) -> None:
     folder, prompt = save_tiny(name), random_ids(60)
-    with PrefixBank.open(bank_root, chunk_tokens=16) as bank:
+    with PrefixBank.open(bank_root, **FROM_DISK, chunk_tokens=16) as bank:
         llm = bank.load_model(folder)
         llm.prefill(prompt)
         text = generate(llm.model, llm.tokenizer, prompt, max_tokens=6)
     script = (
         "import sys, json; from prefixbank import PrefixBank\n"
-        "bank = PrefixBank.open(sys.argv[1]); llm = bank.load_model(sys.argv[2])\n"
+        "bank = PrefixBank.open(sys.argv[1], load='always', memory_bytes=0)\n"
+        "llm = bank.load_model(sys.argv[2])\n"
         "r = llm.generate(json.loads(sys.argv[3]), max_tokens=6)\n"
         "print(json.dumps([r.text, r.cached_tokens, r.computed_tokens]))"
     )

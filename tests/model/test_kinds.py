@@ -15,7 +15,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 from prefixbank import PrefixBank
 from prefixbank.kvcache.capture import describe, leaf_caches
 from prefixbank.kvcache.kinds import StateKind, kind_of
-from tests.model.tiny import build_model, random_ids
+from tests.model.tiny import FROM_DISK, build_model, random_ids
 
 CHUNK = 16
 WINDOW = 24
@@ -120,7 +120,7 @@ def test_shots_of_1500_tokens_hit_from_the_third_prompt_on(
     models: dict[str, Any], tokenizer: Any, bank_root: Path
 ) -> None:
     """With chunks of 256 the place where the prompts part lies inside one, and so do 700 tokens of their own."""
-    with PrefixBank.open(bank_root) as bank:
+    with PrefixBank.open(bank_root, **FROM_DISK) as bank:
         llm = bank.attach(models["mamba2"], tokenizer)
         prompts = [random_ids(1500) + random_ids(700, seed=seed) for seed in range(2, 6)]
         results = [llm.generate(prompt, max_tokens=2) for prompt in prompts]
@@ -331,9 +331,9 @@ def test_second_bank_object_and_lost_middle_chunk(
 ) -> None:
     model = models[name]
     prompt = random_ids(80)
-    with PrefixBank.open(bank_root, chunk_tokens=CHUNK) as bank:
+    with PrefixBank.open(bank_root, **FROM_DISK, chunk_tokens=CHUNK) as bank:
         bank.attach(model, tokenizer).warm(prompt)
-    with PrefixBank.open(bank_root) as bank:
+    with PrefixBank.open(bank_root, **FROM_DISK) as bank:
         llm = bank.attach(model, tokenizer)
         cold = generate(model, tokenizer, [*prompt, 1], max_tokens=8)
         assert llm.generate([*prompt, 1], max_tokens=8).cached_tokens == 80

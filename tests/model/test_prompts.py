@@ -9,7 +9,7 @@ import pytest
 from mlx_lm import generate
 
 from prefixbank import Example, FewShotPrompt, PrefixBank, PromptError
-from tests.model.tiny import build_tokenizer, random_ids
+from tests.model.tiny import FROM_DISK, build_tokenizer, random_ids
 
 EXAMPLES = (Example("the lamp is lovely", "positive"), Example("the zip broke", "negative"))
 SHOTS = FewShotPrompt("Judge the review.", EXAMPLES, input_label="review: ", output_label="sentiment: ")
@@ -102,7 +102,7 @@ def test_explain_names_another_model_that_has_the_prefix(llm: Any, small_bank: P
 
 
 def test_names_pins_and_eviction(bank_root: Path, llama: Any, tokenizer: Any) -> None:
-    with PrefixBank.open(bank_root, chunk_tokens=16, max_bytes="60kB") as bank:
+    with PrefixBank.open(bank_root, **FROM_DISK, chunk_tokens=16, max_bytes="60kB") as bank:
         llm = bank.attach(llama, tokenizer)
         kept = random_ids(32, seed=50)
         llm.warm(kept, name="kept", pin=True)

@@ -15,6 +15,7 @@ from prefixbank import BankedModel, PrefixBank
 from prefixbank.cli import main
 from prefixbank.demo.run import answer, load_shots, warm
 from prefixbank.demo.smollm2 import fetch_smollm2
+from tests.model.tiny import FROM_DISK
 
 pytestmark = pytest.mark.real_model
 
@@ -29,7 +30,7 @@ QUERIES = [
 
 @pytest.fixture(scope="module")
 def bank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefixBank]:
-    with PrefixBank.open(tmp_path_factory.mktemp("real") / "bank", chunk_tokens=64) as bank:
+    with PrefixBank.open(tmp_path_factory.mktemp("real") / "bank", **FROM_DISK, chunk_tokens=64) as bank:
         yield bank
         assert bank.check(read_data=True).ok
 

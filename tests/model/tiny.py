@@ -14,6 +14,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processo
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+FROM_DISK: dict[str, Any] = {"load": "always", "memory_bytes": 0}
+"""Options of a bank that reads what it gives out from its files: tiny models would be faster to compute."""
+
 VOCAB = 320
 CORPUS = ["review: the lamp is lovely\nsentiment: positive\n\n", "the zip broke\nsentiment: negative\n\n"] * 4
 COMMON = {

@@ -204,6 +204,7 @@ def test_uses_are_written_in_groups_and_at_the_end(root: Path, monkeypatch: pyte
         found = model.match(TOKENS)
         for n_uses, n_written in ((1, 0), (2, 0), (3, 3), (4, 3)):
             model.session.note_use(found)
+            model.session._writes.wait()
             assert hits() == {n_written}, n_uses
     assert hits() == {4}
 

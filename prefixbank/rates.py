@@ -1,0 +1,160 @@
+"""Own the measured speed of computing and loading, and the choice between them. No clock here, and no files.
+
+Both costs are lines: a fixed time, and a time for each token or byte. What loading saves is the slope: computing a
+whole prompt and computing only its rest have the fixed time in common.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+
+from prefixbank.values import Namespace, Rates
+
+__all__ = ["Estimate", "Line", "RateBook"]
+
+_SAMPLES = 24
+"""How many of the last measurements count."""
+
+_LEAST_SLOPES = 2
+_LEAST_LOADS = 3
+"""How many loads must have been measured before the choice relies on them."""
+
+_LOOK_AGAIN = 16
+"""Every how many times a prefix is loaded although computing is held to be faster: else that would never be revised."""
+
+_APART = 1.5
+"""How many times larger one size must be than another for the pair to say something about the slope."""
+
+
+class Line:
+    """Fit `seconds = fixed + slope * size` to the last measurements, so that single slow ones don't count.
+
+    The slope is the median of the slopes between pairs of measurements (Theil-Sen estimator).
+    """
+
+    def __init__(self, known: tuple[float, float] | None = None) -> None:
+        """Start from what is known: fixed seconds and slope."""
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
+        self._known = self._line = known
+        self._is_due = False
+
+    def add(self, size: float, seconds: float) -> None:
+        """Take a measurement."""
+        if size > 0 and seconds > 0:
+            self._samples.append((size, seconds))
+            self._is_due = True
+
+    def line(self) -> tuple[float, float] | None:
+        """Return fixed seconds and slope, neither negative; None where nothing is known."""
+        if self._is_due:
+            self._is_due = False
+            self._line = self._fit()
+        return self._line
+
+    def seconds(self, size: float) -> float | None:
+        """Return the time that something of this size takes, the fixed part included."""
+        line = self.line()
+        return None if line is None else line[0] + line[1] * size
+
+    def _fit(self) -> tuple[float, float] | None:
+        pairs = combinations(sorted(self._samples), 2)
+        slopes = [(y - x) / (n - m) for (m, x), (n, y) in pairs if n >= _APART * m]
+        slope = median(slopes) if len(slopes) >= _LEAST_SLOPES else 0.0
+        if slope <= 0.0:
+            # Sizes too much alike: what was known says how the time divides, or it is all taken to grow with the size.
+            return self._known or (0.0, median(seconds / size for size, seconds in self._samples))
+        return max(median(seconds - slope * size for size, seconds in self._samples), 0.0), slope
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Say how long loading a match would take, and computing its tokens; None where that is not known yet."""
+
+    load_s: float | None
+    compute_s: float | None
+
+    @property
+    def loading_pays(self) -> bool:
+        """Tell whether to load: unless computing is known to be faster."""
+        return self.load_s is None or self.compute_s is None or self.load_s <= self.compute_s
+
+
+@dataclass(slots=True)
+class _Lines:
+    compute: Line
+    load: Line
+    n_loads: int = 0
+    n_computed_by_choice: int = 0
+    is_new: bool = False
+
+
+class RateBook:
+    """Know the rates of each namespace on this device. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, _Lines] = {}
+        self._lock = threading.Lock()
+
+    def recall(self, namespace: Namespace, rates: Rates | None) -> None:
+        """Begin with what an earlier process measured."""
+        with self._lock:
+            if namespace.id in self._lines:
+                return
+            compute = load = None
+            if rates is not None and rates.compute_s is not None and rates.compute_s_per_token is not None:
+                compute = rates.compute_s, rates.compute_s_per_token
+            if rates is not None and rates.load_s is not None and rates.load_s_per_byte is not None:
+                load = rates.load_s, rates.load_s_per_byte
+            self._lines[namespace.id] = _Lines(Line(compute), Line(load), _LEAST_LOADS if load else 0)
+
+    def computed(self, namespace: Namespace, n_tokens: int, seconds: float) -> None:
+        """Take the time that a prefill of so many tokens took."""
+        with self._lock:
+            lines = self._of(namespace)
+            lines.compute.add(n_tokens, seconds)
+            lines.is_new = True
+
+    def loaded(self, namespace: Namespace, n_bytes: int, seconds: float) -> None:
+        """Take the time that a load of so many bytes took."""
+        with self._lock:
+            lines = self._of(namespace)
+            lines.n_loads += 1
+            if lines.n_loads > 1:  # the first one starts threads
+                lines.load.add(n_bytes, seconds)
+                lines.is_new = True
+
+    def estimate(self, namespace: Namespace, n_tokens: int, n_bytes: int) -> Estimate:
+        """Return what loading so many bytes, for so many tokens, costs and saves."""
+        with self._lock:
+            lines = self._of(namespace)
+            computing = lines.compute.line()
+            return Estimate(
+                lines.load.seconds(n_bytes) if lines.n_loads >= _LEAST_LOADS else None,
+                None if computing is None else computing[1] * n_tokens,
+            )
+
+    def should_compute(self, namespace: Namespace) -> bool:
+        """Tell whether to follow an estimate that says so: not each time, or loads would never be measured again."""
+        with self._lock:
+            lines = self._of(namespace)
+            lines.n_computed_by_choice += 1
+            return lines.n_computed_by_choice % _LOOK_AGAIN != 0
+
+    def take_new(self, device: str, now_s: int) -> list[Rates]:
+        """Return the rates of the namespaces that something was measured of since the last call."""
+        with self._lock:
+            fresh = [(number, lines) for number, lines in self._lines.items() if number and lines.is_new]
+            for _, lines in fresh:
+                lines.is_new = False
+            return [Rates(number, device, *_pair(lines.compute), *_pair(lines.load), now_s) for number, lines in fresh]
+
+    def _of(self, namespace: Namespace) -> _Lines:
+        return self._lines.setdefault(namespace.id, _Lines(Line(), Line()))
+
+
+def _pair(line: Line) -> tuple[float | None, float | None]:
+    return line.line() or (None, None)

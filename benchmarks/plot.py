@@ -1,0 +1,84 @@
+"""Own the plot: time to the first token against prefix length, one line a contender, one panel a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.first_token import CONTENDERS
+
+__all__ = ["MATPLOTLIB_MISSING", "SUFFIXES", "can_plot", "save"]
+
+SUFFIXES = (".svg", ".png")
+
+MATPLOTLIB_MISSING = "no plot: matplotlib is not installed (pip install 'prefixbank[bench]')"
+
+# Colours by Okabe and Ito, which people with any colour vision tell apart; markers and dashes say the same again.
+STYLES = dict(
+    zip(
+        CONTENDERS,
+        (
+            ("#000000", "o", "-"),
+            ("#E69F00", "s", "--"),
+            ("#D55E00", "D", "--"),
+            ("#0072B2", "^", "-"),
+            ("#56B4E9", "v", ":"),
+            ("#009E73", "P", "-"),
+            ("#CC79A7", "X", "-"),
+        ),
+        strict=True,
+    )
+)
+
+
+def can_plot() -> bool:
+    """Tell whether matplotlib is there."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def save(result: Mapping[str, Any], path: Path) -> None:
+    """Plot the rows of `first_token.run` into an SVG or PNG file, as its suffix says."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    figure = Figure(figsize=(1.5 + 4.5 * len(models), 5.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(models), squeeze=False)[0]
+    for panel, model in zip(axes, models, strict=True):
+        for name in CONTENDERS:
+            rows = [row for row in result["rows"] if (row["model"], row["contender"]) == (model, name)]
+            colour, marker, dashes = STYLES[name]
+            panel.plot(
+                [row["n_tokens"] for row in rows],
+                [row["median_s"] for row in rows],
+                color=colour,
+                marker=marker,
+                linestyle=dashes,
+                linewidth=1.6,
+                markersize=6,
+                label=name,
+            )
+        ticks = sorted({row["n_tokens"] for row in result["rows"] if row["model"] == model})
+        panel.set(xscale="log", yscale="log", xlabel="tokens in the prefix")
+        panel.set_title(model, fontsize=10)
+        panel.set_xticks(ticks, [f"{n:,}" for n in ticks])
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.minorticks_off()
+        panel.yaxis.set_major_formatter(FuncFormatter(_seconds))
+        panel.grid(alpha=0.3)
+    axes[0].set_ylabel("time to the first token (median)")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2 + len(models), frameon=False
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _seconds(seconds: float, _position: int) -> str:
+    return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1e3:g} ms"

@@ -24,6 +24,7 @@ from prefixbank.kvcache.probe import CacheOptions, new_prompt_cache
 from prefixbank.layout import CacheLayout
 from prefixbank.memory import KeptPrefix, Owner
 from prefixbank.prompts import EncodedPrompt
+from prefixbank.rates import Estimate
 from prefixbank.resolver import REASON_ALL, REASON_PARTIAL
 from prefixbank.session import BankSession
 from prefixbank.values import ChunkRecord, Match, Namespace
@@ -203,8 +204,15 @@ class PromptCaches:
         except PrefixBankError:
             return False
         rates = self.session.rates
-        n_tokens = len(encoded.token_ids) // TOKEN_BYTES
-        return not rates.estimate(namespace, n_tokens, 0).loading_pays and rates.should_compute(namespace)
+        estimate = rates.estimate(namespace, len(encoded.token_ids) // TOKEN_BYTES, 0)
+        return not estimate.loading_pays and not rates.should_load(namespace, estimate)
+
+    def _should_load(self, found: Match) -> bool:
+        """Tell whether to load a match from disk, by what its estimate says."""
+        if self.session.options.load == "always":
+            return True
+        estimate = Estimate(found.load_s, found.compute_s)
+        return self.session.rates.should_load(self.identity.known[0], estimate)
 
     def load(self, token_ids: bytes, found: Match, reserve: int, *, lend: bool = False) -> Resolved:
         """Return the prompt cache of a match of packed token ids, as far as its shards are whole."""
@@ -213,7 +221,7 @@ class PromptCaches:
             if resolved is not None:
                 return resolved
             found = self._find_again(token_ids, found)
-        if found.n_tokens and not found.loading_pays and self.session.rates.should_compute(self.identity.known[0]):
+        if found.n_tokens and not self._should_load(found):
             self.session.count(computed_by_choice=1)
             found = replace(found, n_tokens=0, n_bytes=0, reason=REASON_COMPUTED, chunks=())
         prompt_cache: list[Any] = []

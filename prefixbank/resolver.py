@@ -49,7 +49,7 @@ def match(
     """
     n_prompt_tokens = len(token_ids) // TOKEN_BYTES
     usable = token_ids[: limit * TOKEN_BYTES]
-    begun = () if rest_on_states(namespace.layout) else _beginning(known, namespace, usable, chunk_tokens)
+    begun = () if rest_on_states(namespace.layout) else _beginning(known, usable, chunk_tokens)
     with index.reading() as tx:
         chain = _proven_chunks(tx, namespace, usable, chunk_tokens, begun)
         lost = bool(chain) and chain[-1].file_name is None
@@ -90,20 +90,13 @@ def match(
     )
 
 
-def _beginning(
-    known: Sequence[ChunkRecord], namespace: Namespace, usable: bytes, chunk_tokens: int
-) -> Sequence[ChunkRecord]:
+def _beginning(known: Sequence[ChunkRecord], usable: bytes, chunk_tokens: int) -> Sequence[ChunkRecord]:
     """Return the known chunks, from the root on, that are full and hold the first token ids of `usable`."""
     step = chunk_tokens * TOKEN_BYTES
     n = 0
     parent_key = None
     for low, record in zip(range(0, len(usable) - step + 1, step), known, strict=False):
-        if (
-            record.token_ids != usable[low : low + step]
-            or record.parent_key != parent_key
-            or record.namespace_id != namespace.id
-            or record.file_name is None
-        ):
+        if record.token_ids != usable[low : low + step] or record.parent_key != parent_key or record.file_name is None:
             break
         n += 1
         parent_key = record.key

@@ -174,8 +174,7 @@ def with_state(
     found = _sqlite(tx).execute(f"{_SELECT} WHERE {_FIRST} AND {_HAS_STATE}", first).fetchall()
     for low in range(0, len(parent_keys), KEYS_PER_QUERY):
         asked = _padded(parent_keys[low : low + KEYS_PER_QUERY])
-        # The plus keeps SQLite off the index of namespaces, most of whose chunks it would read.
-        where = f"parent_key IN ({_marks(len(asked))}) AND +namespace_id = ? AND {_HAS_STATE}"
+        where = f"parent_key IN ({_marks(len(asked))}) AND namespace_id = ? AND {_HAS_STATE}"
         found += _sqlite(tx).execute(f"{_SELECT} WHERE {where}", [*asked, namespace_id]).fetchall()
     return [_from_sqlite(row) for row in found]
 

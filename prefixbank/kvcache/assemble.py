@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixbank.errors import FingerprintMismatchError
-from prefixbank.kvcache.buffers import allocate
+from prefixbank.kvcache.buffers import allocate, move_to_device
 from prefixbank.kvcache.capture import MLX_DTYPES, UNSIGNED, Piece, describe, leaf_caches
 from prefixbank.kvcache.kinds import (
     Window,
@@ -162,6 +162,7 @@ class PromptCacheBuffers:
         self._state_views = []
         self._states = []
         mx.eval(ready, states)
+        move_to_device([*ready, *states])
         for rows, window in zip(self._rows, self._windows, strict=True):
             if window is None:
                 del rows.buffer

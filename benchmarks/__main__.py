@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from benchmarks import disk, first_token, index_growth, loading, measuring, models, plot, report, storing
+from prefixbank.config import parse_size
 from prefixbank.errors import PrefixBankError
 
 SECTIONS = ("first-token", "loading", "storing", "disk", "index")
@@ -34,6 +37,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, nargs="+", default=list(INDEX_CHUNKS), help="sizes of the index")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of each measurement (5)")
     parser.add_argument("--folder", type=Path, help="where banks and files are made (the system's temporary folder)")
+    parser.add_argument("--mlx-cache", metavar="SIZE", help="how much freed memory MLX keeps (mx.set_cache_limit)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw first-token there (.svg or .png)")
     options = parser.parse_args(arguments)
@@ -55,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.plot and not plot.can_plot():
         measuring.say(plot.MATPLOTLIB_MISSING)
         options.plot = None
-    machine = report.describe_machine() | {"repeats": options.repeats}
+    if options.mlx_cache:
+        mx.set_cache_limit(parse_size(options.mlx_cache))
+    machine = report.describe_machine() | {"repeats": options.repeats, "mlx_cache": options.mlx_cache or "default"}
     for name, value in machine.items():
         print(f"{name}: {value}")
     print()

@@ -113,13 +113,17 @@ class RateBook:
 
     def __init__(self) -> None:
         self._lines: dict[int, _Lines] = {}
+        self._recalled: set[int] = set()
         self._lock = threading.Lock()
 
     def recall(self, namespace: Namespace, rates: Rates | None) -> None:
         """Begin with what an earlier process measured."""
         with self._lock:
-            if namespace.id in self._lines:
+            if namespace.id in self._recalled:
                 return
+            self._recalled.add(namespace.id)
+            if namespace.id in self._lines and self._lines[namespace.id].is_new:
+                return  # what was measured meanwhile is newer
             compute = load = None
             if rates is not None and rates.compute_s is not None and rates.compute_s_per_token is not None:
                 compute = rates.compute_s, rates.compute_s_per_token

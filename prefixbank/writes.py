@@ -49,7 +49,7 @@ class WriteQueue:
         return self._n_bytes == 0 or self._n_bytes + n_bytes <= self.max_bytes
 
     def submit(self, namespace_id: int, token_ids: bytes, n_bytes: int, job: Callable[[], object]) -> bool:
-        """Queue a store of packed token ids; returns False, at once, where the queue is full."""
+        """Queue a store of packed token ids; returns False, at once, where the queue or the system has no room."""
         pending = _Pending(namespace_id, token_ids, n_bytes)
         with self._lock:
             if not self.has_room(n_bytes):
@@ -58,10 +58,17 @@ class WriteQueue:
                 self._executor = ThreadPoolExecutor(1, "prefixbank-write")
             self._n_bytes += n_bytes
             self._pending.append(pending)
-            self._last = self._executor.submit(self._run, pending, job)
+            try:
+                self._last = self._executor.submit(self._run, pending, job)
+            except RuntimeError:  # the system has no thread left, or the interpreter is about to exit
+                self._pending.remove(pending)
+                self._n_bytes -= n_bytes
+                return False
         return True
 
     def _run(self, pending: _Pending, job: Callable[[], object]) -> None:
+        if pending not in self._pending:  # given up when no thread could be started
+            return
         try:
             job()
         except Exception as exc:

@@ -88,10 +88,13 @@ def first_token(packed: bytes) -> int:
 
 def common_run(left: bytes, right: bytes) -> int:
     """Return how many leading token ids two packed runs have in common."""
-    limit = min(len(left), len(right))
-    if left[:limit] == right[:limit]:
-        return limit // TOKEN_BYTES
-    low, high = 0, limit // TOKEN_BYTES  # the first `low` agree, the first `high` do not
+    limit = min(len(left), len(right)) // TOKEN_BYTES
+    if left[: limit * TOKEN_BYTES] == right[: limit * TOKEN_BYTES]:
+        return limit
+    low, high = 0, 1  # the first `low` agree; most runs part early
+    while high < limit and left[: high * TOKEN_BYTES] == right[: high * TOKEN_BYTES]:
+        low, high = high, high * 2
+    high = min(high, limit)  # the first `high` do not agree
     while high - low > 1:
         middle = (low + high) // 2
         if left[: middle * TOKEN_BYTES] == right[: middle * TOKEN_BYTES]:

@@ -235,6 +235,8 @@ class PromptCaches:
                 found = replace(found, n_tokens=0, n_bytes=0, reason=REASON_UNAVAILABLE, chunks=())
             else:
                 found, prompt_cache, seed = loaded.match, loaded.prompt_cache, loaded.seed
+                if loaded.failures and (kept := self._from_memory_instead(token_ids, found, lend=lend)) is not None:
+                    return kept
         if found.n_tokens:
             self.note_use(found)
         else:
@@ -265,6 +267,14 @@ class PromptCaches:
         self.note_use(found)
         lent_by = (namespace, layout) if lend and kept.can_be_cut else None
         return Resolved(prompt_cache, _rest(token_ids, n_tokens), found, seed=kept.seed, lent_by=lent_by)
+
+    def _from_memory_instead(self, token_ids: bytes, found: Match, *, lend: bool) -> Resolved | None:
+        """Return what memory has of a prompt, if that is more than what was left of a match whose shards failed."""
+        in_memory = self._find_in_memory(token_ids, found.n_prompt_tokens - 1)
+        if in_memory is None or in_memory[1] <= found.n_tokens:
+            return None
+        found = replace(found, n_tokens=in_memory[1], n_bytes=0, in_memory=True)
+        return self._from_memory(token_ids, found, lend=lend)
 
     def _find_again(self, token_ids: bytes, found: Match) -> Match:
         """Return what the files hold of a match whose cache went from memory meanwhile."""

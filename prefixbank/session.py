@@ -67,6 +67,7 @@ class BankSession:
         self._writes = WriteQueue(options.write_queue_bytes, self._say_write_failed)
         self._uses: list[tuple[ChunkKey, ...]] = []
         self._refused: dict[tuple[int, bytes], float] = {}
+        self._lost: set[ChunkKey] = set()
         self._device = ""
         self._warned: set[str] = set()
         self._closed = False
@@ -205,6 +206,8 @@ class BankSession:
         `known` may be the chunks of an earlier match. What this process is about to store is waited for, where that is
         faster than computing it again.
         """
+        if any(record.key in self._lost for record in known):
+            known = ()  # what became of a lost shard's row only the whole walk says
         while True:
             found = resolver.match(self.index, namespace, token_ids, self.chunk_tokens, limit, known)
             n_coming = min(self._writes.n_covered(namespace.id, token_ids), limit) - found.n_tokens
@@ -233,6 +236,7 @@ class BankSession:
         if not loaded.failures:
             self.rates.loaded(namespace, found.n_bytes, time.perf_counter() - started_at)
         for record, error in loaded.failures:
+            self._lost.add(record.key)
             self.warn(type(error).__name__, f"{error}: its tokens are computed again")
             if not self.read_only:
                 self._heal(record, error)

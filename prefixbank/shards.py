@@ -250,22 +250,23 @@ class ShardStore:
 
     def iter_files(self, folder: str) -> Iterator[FileOnDisk]:
         """Yield what lies in `shards`, `tmp` or `quarantine`, folders aside; what vanishes meanwhile is left out."""
-        pending = [self.root / folder]
+        pending = [folder]
         while pending:
+            parent = pending.pop()
             try:
-                entries = list(os.scandir(pending.pop()))
+                entries = list(os.scandir(self.root / parent))
             except FileNotFoundError:
                 continue
             except OSError as exc:
-                raise StorageError(f"{self.root / folder} can't be listed: {exc.strerror}") from exc
+                raise StorageError(f"{self.root / parent} can't be listed: {exc.strerror}") from exc
             for entry in entries:
+                path = f"{parent}/{entry.name}"  # pathlib would take most of the time where there are a million
                 if entry.is_dir(follow_symlinks=False):
-                    pending.append(Path(entry.path))
+                    pending.append(path)
                     continue
                 with suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
-                    relative = Path(entry.path).relative_to(self.root).as_posix()
-                    yield FileOnDisk(relative, status.st_size, status.st_mtime)
+                    yield FileOnDisk(path, status.st_size, status.st_mtime)
 
 
 class ShardWriter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from prefixbank.cli.output import table, utc, yes_no
@@ -34,13 +35,18 @@ class Holdings:
     """Know the namespaces and chunks of a bank at one moment, to say whose a chunk is and what a prefix stands on."""
 
     def __init__(self, bank: PrefixBank) -> None:
-        """Read all rows but the names."""
+        """Read the namespaces; the chunks, which may be very many, once they are asked for while the bank is open."""
         from prefixbank.shards import ShardStore
 
         self.root = bank.root
-        self.chunks: dict[ChunkKey, ChunkRecord] = {record.key: record for record in bank.chunks()}
+        self._bank = bank
         self._namespaces = {usage.namespace.id: usage.namespace for usage in bank.namespaces(empty=True)}
         self._shards = ShardStore(bank.root, durability="full", verify="once")
+
+    @cached_property
+    def chunks(self) -> dict[ChunkKey, ChunkRecord]:
+        """Return all chunks by their key."""
+        return {record.key: record for record in self._bank.chunks()}
 
     def chain(self, prefix: PrefixRecord) -> list[ChunkRecord]:
         """Return the chunks of a named prefix from the root on; [] once it was evicted."""

@@ -33,25 +33,25 @@ def run(
     with open_bank(ctx) as bank:
         prefixes = bank.prefixes()
         holdings = Holdings(bank)
-    named = [prefix for prefix in prefixes if prefix.name == name]
-    if named:
-        shown = [
-            holdings.prefix_fields(prefix)
-            | {"chunks": [holdings.chunk_fields(record) for record in holdings.chain(prefix)]}
-            for prefix in named
-        ]
+        named = [prefix for prefix in prefixes if prefix.name == name]
+        if named:
+            shown = [
+                holdings.prefix_fields(prefix)
+                | {"chunks": [holdings.chunk_fields(record) for record in holdings.chain(prefix)]}
+                for prefix in named
+            ]
+            if as_json:
+                print_document(root=str(bank.root.absolute()), prefixes=shown)
+            else:
+                print_text("\n\n".join(_prefix_text(prefix) for prefix in shown))
+            return
+        record = _find_chunk(holdings, name)
+        standing = [prefix for prefix in prefixes if record in holdings.chain(prefix)]
+        chunk = holdings.chunk_fields(record) | _use_fields(standing)
         if as_json:
-            print_document(root=str(bank.root.absolute()), prefixes=shown)
+            print_document(root=str(bank.root.absolute()), chunk=chunk)
         else:
-            print_text("\n\n".join(_prefix_text(prefix) for prefix in shown))
-        return
-    record = _find_chunk(holdings, name)
-    standing = [prefix for prefix in prefixes if record in holdings.chain(prefix)]
-    chunk = holdings.chunk_fields(record) | _use_fields(standing)
-    if as_json:
-        print_document(root=str(bank.root.absolute()), chunk=chunk)
-    else:
-        print_text(_chunk_text(chunk))
+            print_text(_chunk_text(chunk))
 
 
 def _find_chunk(holdings: Holdings, key_start: str) -> ChunkRecord:

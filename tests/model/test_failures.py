@@ -90,6 +90,31 @@ def test_block_17_of_85_deleted_gives_16_blocks_back_and_then_heals(
         assert bank.check(read_data=True).ok
 
 
+def test_lost_shard_of_a_prefix_that_memory_has_in_part_heals(bank_root: Path, llama: Any, tokenizer: Any) -> None:
+    prompt = random_ids(81)
+    with (
+        PrefixBank.open(bank_root, load="always", chunk_tokens=16) as bank,
+        PrefixBank.open(bank_root, **FROM_DISK) as other,
+    ):
+        llm, reader = bank.attach(llama, tokenizer), other.attach(llama, tokenizer)
+        cold = generate(llama, tokenizer, prompt, max_tokens=8)
+        llm.warm(prompt[:48])
+        reader.warm(prompt[:80])  # the files have more than the first bank's memory by now
+        assert llm.resolve(prompt).cached_tokens == 80
+        bank._session.memory.clear()
+        llm.warm(prompt[:32])
+        assert llm.resolve(prompt[:33]).match.n_tokens == 32
+        shard_files(bank)[1].unlink()
+        with pytest.warns(BankWarning, match="gone"):
+            resolved = llm.resolve(prompt)
+        assert (resolved.cached_tokens, resolved.match.in_memory) == (32, True)
+        assert generate(llama, tokenizer, resolved.rest, prompt_cache=resolved.prompt_cache, max_tokens=8) == cold
+        assert llm.generate(prompt, max_tokens=8).text == cold
+        bank.flush()
+        assert reader.resolve(prompt).cached_tokens == 80
+        assert bank.check(read_data=True).ok
+
+
 def test_full_disk_in_mid_store_costs_only_the_store(
     bank: PrefixBank, llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from prefixbank import eviction
 from prefixbank.bank import PrefixBank
 from prefixbank.errors import BankReadOnlyError, UnknownPrefixError
 from prefixbank.eviction import PrunePolicy
+from prefixbank.index import chunk_rows
 from prefixbank.values import ChunkRecord
 from tests.fakekv import FakeModel, disk_usage
 
@@ -80,6 +81,23 @@ def test_a_parent_that_others_stand_on_outlives_its_age(bank: PrefixBank, model:
     model.store([*A, *B])
     bank.prune(max_bytes=2 * BLOCK)
     assert model.held([*A, *B], D) == [8, 0]
+
+
+def test_a_parent_that_is_older_than_its_child_goes_right_behind_it(bank: PrefixBank, model: FakeModel) -> None:
+    """Uses never leave it so; a chunk must not be kept for ever where something did."""
+    for token_ids in ([*A, *B], C, D):
+        model.store(token_ids)
+    child = model.match([*A, *B]).chunks[1]
+    with model.session.index.writing() as tx:
+        chunk_rows.touch(tx, [child.key], 3, 1)
+    removed = bank.prune(max_bytes=0)
+    assert bank.chunks() == []
+    assert [(planned.record.last_used, planned.record.start) for planned in removed.chunks] == [
+        (2, 0),
+        (3, 4),
+        (1, 0),
+        (3, 0),
+    ]
 
 
 def test_the_longer_part_of_a_prompt_goes_before_the_shared_one(bank: PrefixBank, model: FakeModel) -> None:

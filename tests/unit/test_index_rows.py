@@ -218,6 +218,29 @@ def test_shorter_siblings_are_the_tails_that_a_chunk_begins_with(index: Index, r
     assert {tail.key for tail in found} == {tail.key for tail in covered}
 
 
+def test_chunks_with_states_are_those_behind_given_ones_and_the_first_ones_of_the_prompt(
+    index: Index, bank: PrefixBank, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = FakeModel(bank, "other").namespace
+    first, plain = record([1, 2, 3, 4], has_state=True), record([1, 2, 3])
+    beginning, parting = record([1, 2], has_state=True), record([1, 3], has_state=True)
+    foreign = record([1], namespace_id=other.id, key=ChunkKey(b"o" * 16), has_state=True)
+    tails = [record([5, number], first, has_state=number > 0) for number in range(5)]
+    behind = record([9], parting, has_state=True)
+    add(index, first, plain, beginning, parting, foreign, *tails, behind)
+    monkeypatch.setattr(chunk_rows, "KEYS_PER_QUERY", 2)
+    with index.reading() as tx:
+
+        def found(parents: list[ChunkRecord]) -> set[ChunkKey]:
+            keys = [parent.key for parent in parents]
+            rows = chunk_rows.with_state(tx, first.namespace_id, keys, pack_token_ids([1, 2, 3, 4, 5]))
+            return {row.key for row in rows}
+
+        assert found([]) == {first.key, beginning.key}
+        assert found([first]) == {first.key, beginning.key, *(tail.key for tail in tails[1:])}
+        assert found([first, plain, *tails, parting]) == found([first]) | {behind.key}
+
+
 def test_ticks_never_repeat_and_touching_keeps_parents_as_young_as_children(index: Index, record: Record) -> None:
     first = record([1, 2, 3, 4])
     second = record([5], first)
@@ -244,6 +267,9 @@ def test_a_chunk_gets_the_tick_of_its_last_use_and_all_its_hits(index: Index, re
         rows = chunk_rows.find(tx, [each.key for each in (first, other, second, third)])
         assert chunk_rows.next_tick(tx) == before + 6
         order = [row.key for row, _ in chunk_rows.iter_by_use(tx)]
+        chunk_rows.touch_many(tx, [[first.key]] * 2, 3000)
+        again = chunk_rows.find(tx, [first.key])[first.key]
+    assert (again.last_used - before, again.last_used_at, again.hits) == (8, 3000, 5)
     said = [(rows[each.key].last_used - before, rows[each.key].hits) for each in (first, second, third, other)]
     assert said == [(5, 3), (1, 1), (3, 1), (4, 2)]
     assert {row.last_used_at for row in rows.values()} == {2000}

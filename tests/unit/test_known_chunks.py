@@ -193,6 +193,7 @@ def test_a_hole_is_not_known(model: FakeModel) -> None:
     holes = [replace(record, file_name=None) for record in whole.chunks]
     assert said(match(model, PROMPT, holes)) == said(whole)
     assert said(match(model, PROMPT, [*whole.chunks[:2], *holes[2:]])) == said(whole)
+    assert said(match(model, PROMPT, [*whole.chunks[:2], holes[2], *whole.chunks[3:]])) == said(whole)
 
 
 def test_models_with_states_are_matched_from_the_root_on(bank: PrefixBank, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from prefixbank.chunking import FileDigest
 from prefixbank.config import Durability, Verify
 from prefixbank.errors import ShardCorruptError, ShardMissingError, StorageError
+from prefixbank.runs import Buffer, blocks, read_runs, write_runs
 from prefixbank.values import ChunkKey, ChunkRecord
 
 __all__ = ["FileOnDisk", "ShardStore", "ShardWriter", "WrittenShard", "make_private_folder"]
@@ -28,20 +28,12 @@ BLOCK_BYTES = 4096
 """What files are rounded up to when the budget is counted, as file systems do."""
 
 SUFFIX = ".safetensors"
-_IOV_MAX = 1024  # the fewest runs a call that Linux and macOS both take
 _READ_STEP = 8 << 20
 _DIGEST_BYTES = 512 << 10
 """How much is read before its digest is taken: it should still be in the processor's second-level cache."""
 
 _Identity = tuple[bytes, int, int, int, int]
 """What a proven file must still be: digest, device, inode, length and time of its last change in nanoseconds."""
-
-
-class Buffer(Protocol):
-    """Name what the buffer protocol needs: a contiguous run of bytes with a length in bytes."""
-
-    @property
-    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +196,9 @@ class ShardStore:
         digest: FileDigest | None = None,
     ) -> None:
         """Fill the runs from `offset` on; the digest takes each block while it is in the processor's cache."""
-        for block in _blocks(runs, _DIGEST_BYTES if digest is not None else None):
+        for block in blocks(runs, _DIGEST_BYTES if digest is not None else None):
             wanted = sum(view.nbytes for view in block)
-            n_bytes = _read_runs(descriptor, block, offset)
+            n_bytes = read_runs(descriptor, block, offset)
             offset += n_bytes
             if n_bytes != wanted:
                 raise ShardCorruptError(f"shard {record.file_name} ended after {offset} bytes")
@@ -294,7 +286,7 @@ class ShardWriter:
                     digest.update(run)  # type: ignore[arg-type]  # any contiguous buffer
                     n_bytes += run.nbytes
                     pending.append(run)
-                _write_runs(descriptor, pending)
+                write_runs(descriptor, pending)
                 if self._sync:
                     sync(descriptor)
             except BaseException:
@@ -344,69 +336,3 @@ class ShardWriter:
 
 def _identity(record: ChunkRecord, status: os.stat_result) -> _Identity:
     return record.digest, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _views(runs: Iterable[Buffer]) -> list[memoryview]:
-    return [view for run in runs if (view := _bytes_of(run)).nbytes]
-
-
-def _bytes_of(run: Buffer) -> memoryview:
-    if isinstance(run, memoryview) and run.format == "B" and run.ndim == 1:
-        return run
-    return memoryview(run).cast("B")  # type: ignore[arg-type]  # any contiguous buffer
-
-
-def _blocks(runs: Iterable[Buffer], n_bytes: int | None) -> Iterator[list[memoryview]]:
-    """Yield the runs as views in blocks of about `n_bytes`, or as one block."""
-    block: list[memoryview] = []
-    size = 0
-    for view in _views(runs):
-        block.append(view)
-        size += view.nbytes
-        if n_bytes is not None and size >= n_bytes:
-            yield block
-            block, size = [], 0
-    if block:
-        yield block
-
-
-def _write_runs(descriptor: int, runs: Iterable[Buffer]) -> None:
-    """Write all runs, whatever number of bytes the system takes at once."""
-    views = _views(runs)
-    first = 0
-    while first < len(views):
-        done = os.writev(descriptor, views[first : first + _IOV_MAX])
-        while first < len(views) and done >= views[first].nbytes:
-            done -= views[first].nbytes
-            first += 1
-        if done:
-            views[first] = views[first][done:]
-
-
-def _read_runs(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-    """Fill the views from `offset` on; returns the bytes read, fewer than theirs only at the end of the file."""
-    views = list(views)
-    first = total = 0
-    while first < len(views):
-        done = _pread(descriptor, views[first : first + _IOV_MAX], offset + total)
-        if done == 0:
-            break
-        total += done
-        while first < len(views) and done >= views[first].nbytes:
-            done -= views[first].nbytes
-            first += 1
-        if done:
-            views[first] = views[first][done:]
-    return total
-
-
-def _pread(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-    """Read at `offset` into the views; `StorageError` for an input/output error (the shard may be whole)."""
-    try:
-        if hasattr(os, "preadv"):
-            return os.preadv(descriptor, views, offset)
-        block = os.pread(descriptor, views[0].nbytes, offset)
-    except OSError as exc:
-        raise StorageError(f"a shard can't be read: {exc.strerror or exc}") from exc
-    views[0][: len(block)] = block
-    return len(block)

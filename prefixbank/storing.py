@@ -25,7 +25,8 @@ from prefixbank.chunking import (
 from prefixbank.index import Index, chunk_rows, prefix_rows
 from prefixbank.layout import SHARD_FORMAT_VERSION, CacheLayout
 from prefixbank.resolver import MAX_CANDIDATES
-from prefixbank.shards import Buffer, ShardStore, WrittenShard, disk_bytes
+from prefixbank.runs import Buffer
+from prefixbank.shards import ShardStore, WrittenShard, disk_bytes
 from prefixbank.values import ChunkKey, ChunkRecord, Namespace
 
 if TYPE_CHECKING:

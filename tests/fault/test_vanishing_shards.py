@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefixbank import restoring, shards
+from prefixbank import restoring, runs
 from prefixbank.bank import PrefixBank
 from prefixbank.errors import ShardCorruptError, ShardMissingError
 from tests.fakekv import FakeModel, empty_runs
@@ -50,7 +50,7 @@ def test_a_reader_that_has_the_file_open_while_it_is_unlinked_reads_the_right_by
     model.store(PROMPT)
     record = model.match(PROMPT).chunks[0]
     path = model.path_of(record)
-    pread: Callable[..., int] = shards._pread
+    pread: Callable[..., int] = runs._pread
     n_reads = 0
 
     def in_small_steps(descriptor: int, views: Any, offset: int) -> int:
@@ -62,7 +62,7 @@ def test_a_reader_that_has_the_file_open_while_it_is_unlinked_reads_the_right_by
         n_reads += 1
         return pread(descriptor, [views[0][:64]], offset)
 
-    monkeypatch.setattr(shards, "_pread", in_small_steps)
+    monkeypatch.setattr(runs, "_pread", in_small_steps)
     assert model.read(record) == model.source(PROMPT).joined(0, 4)
     assert n_reads > after_n_reads + 1
 
@@ -73,14 +73,14 @@ def test_a_shard_cut_short_while_it_is_read_is_corrupt_and_not_a_hit(
     model.store(PROMPT)
     record = model.match(PROMPT).chunks[0]
     path: Path = model.path_of(record)
-    pread: Callable[..., int] = shards._pread
+    pread: Callable[..., int] = runs._pread
 
     def cutting(descriptor: int, views: Any, offset: int) -> int:
         with path.open("r+b") as file:
             file.truncate(record.n_bytes - 1)
         return pread(descriptor, views, offset)
 
-    monkeypatch.setattr(shards, "_pread", cutting)
+    monkeypatch.setattr(runs, "_pread", cutting)
     with pytest.raises(ShardCorruptError) as raised:
         bank._session.shards.read_into(record, empty_runs(model.layout, record.n_tokens))
     monkeypatch.undo()

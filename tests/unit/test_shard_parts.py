@@ -17,7 +17,7 @@ from prefixbank.bank import PrefixBank
 from prefixbank.errors import ShardCorruptError, ShardMissingError
 from prefixbank.layout import CacheLayout, LayerLayout, RowArray
 from prefixbank.restoring import Readers, _parts
-from prefixbank.shards import _blocks
+from prefixbank.runs import blocks
 from prefixbank.values import ChunkRecord
 from tests.fakekv import HYBRID, FakeModel, empty_runs
 
@@ -302,14 +302,14 @@ def test_a_proof_is_of_one_digest(model: FakeModel, record: ChunkRecord) -> None
 
 @given(st.lists(st.binary(max_size=40), max_size=30), st.one_of(st.none(), st.integers(1, 60)))
 def test_blocks_are_all_bytes_in_order(runs: list[bytes], n_bytes: int | None) -> None:
-    blocks = list(_blocks([memoryview(run) for run in runs], n_bytes))
-    assert b"".join(bytes(view) for block in blocks for view in block) == b"".join(runs)
-    assert all(view.nbytes for block in blocks for view in block)
-    assert all(blocks)
+    made = list(blocks([memoryview(run) for run in runs], n_bytes))
+    assert b"".join(bytes(view) for block in made for view in block) == b"".join(runs)
+    assert all(view.nbytes for block in made for view in block)
+    assert all(made)
     if n_bytes is None:
-        assert len(blocks) <= 1
+        assert len(made) <= 1
     else:
-        assert all(sum(view.nbytes for view in block) >= n_bytes for block in blocks[:-1])
+        assert all(sum(view.nbytes for view in block) >= n_bytes for block in made[:-1])
 
 
 @pytest.mark.parametrize("block_bytes", [1, 100, 4096])

@@ -15,14 +15,14 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 
 from prefixbank.chunking import TOKEN_BYTES, pack_token_ids, unpack_token_ids
-from prefixbank.errors import ConfigError, PrefixBankError
+from prefixbank.errors import ConfigError, FingerprintMismatchError, PrefixBankError
 from prefixbank.kvcache.capture import CacheRecorder, n_cached_tokens
 from prefixbank.kvcache.probe import quantize
 from prefixbank.layout import CacheLayout
 from prefixbank.promptcaches import REASON_COMPUTED, Progress, PromptCaches, Resolved
 from prefixbank.prompts import EncodedPrompt
 from prefixbank.storing import Stored
-from prefixbank.values import Match, Namespace
+from prefixbank.values import Namespace
 
 __all__ = ["compute", "follow", "keep_after_generation", "recorder_for", "store", "store_behind"]
 
@@ -89,13 +89,14 @@ def store(
     prompt_cache: Sequence[Any],
     n_held: int | None = None,
     recorder: CacheRecorder | None = None,
+    made_from: Resolved | None = None,
 ) -> Stored:
     """Store the KV of packed token ids from a live cache, of as many as are known. Raises the bank's errors.
 
     How many tokens the cache holds it knows itself, unless all layers are recurrent: then it is `n_held`, or all
-    token ids. `recorder` has followed its making.
+    token ids. `recorder` has followed its making, which began with `made_from`.
     """
-    todo = _to_store(caches, token_ids, prompt_cache, n_held)
+    todo = _to_store(caches, token_ids, prompt_cache, n_held, made_from)
     if todo is None:
         return Stored(0, None)
     namespace, layout, n_held = todo
@@ -107,25 +108,25 @@ def store(
 def store_behind(
     caches: PromptCaches,
     token_ids: bytes,
-    prompt_cache: Sequence[Any],
-    found: Match,
+    resolved: Resolved,
     n_held: int | None = None,
     recorder: CacheRecorder | None = None,
 ) -> None:
-    """Store as `store` does, but on the bank's own thread, and where it fails it is merely a pity.
+    """Store a resolved cache that was gone on with as `store` does, but on the bank's own thread.
 
-    Only the rows behind the chunks of `found`, the prompt's match, are copied: the bank has the others.
+    Only the rows behind those of the match are copied: the bank has the others. Where it fails it is merely a pity.
     """
+    prompt_cache = resolved.prompt_cache
     session = caches.session
     if session.read_only or not token_ids:
         return
     try:
-        todo = _to_store(caches, token_ids, prompt_cache, n_held)
+        todo = _to_store(caches, token_ids, prompt_cache, n_held, resolved)
         if todo is None:
             return
         namespace, layout, n_held = todo
         token_ids = token_ids[: n_held * TOKEN_BYTES]
-        n_known = min(found.n_stored_tokens, n_held)
+        n_known = min(resolved.match.n_stored_tokens, n_held)
         copy_from = n_known - n_known % session.chunk_tokens
         n_bytes = layout.data_bytes(n_held - copy_from, with_state=True)
         if session.can_queue(namespace, token_ids, n_bytes):
@@ -137,9 +138,19 @@ def store_behind(
 
 
 def _to_store(
-    caches: PromptCaches, token_ids: bytes, prompt_cache: Sequence[Any], n_held: int | None
+    caches: PromptCaches,
+    token_ids: bytes,
+    prompt_cache: Sequence[Any],
+    n_held: int | None,
+    made_from: Resolved | None,
 ) -> tuple[Namespace, CacheLayout, int] | None:
-    """Return whose the cache's KV is, its layout, and how many tokens of it there are to store; None for none."""
+    """Return whose the cache's KV is, its layout, and how many tokens of it there are to store; None for none.
+
+    Raises `FingerprintMismatchError` where the model is not the one any more that the making began with.
+    """
+    if made_from is not None and not caches.is_of_these_weights(made_from):
+        caches.identify()  # raises what keeps it from being known
+        raise FingerprintMismatchError("the model's weights were swapped while a prefix was computed: it is not stored")
     n_counted = n_cached_tokens(prompt_cache)
     if n_counted is not None:
         n_held = n_counted
@@ -184,7 +195,8 @@ def follow(
     prompt_cache = resolved.prompt_cache
     compute(caches, prompt_cache, token_ids, start, n_last, prefill_step_size, whole, recorder, boundaries)
     seed = recorder.seed(n_last - n_last % caches.session.chunk_tokens)
-    caches.keep_copy(encoded.token_ids[: n_last * TOKEN_BYTES], prompt_cache, resolved.match.chunks, seed)
+    if caches.is_of_these_weights(resolved):
+        caches.keep_copy(encoded.token_ids[: n_last * TOKEN_BYTES], prompt_cache, resolved.match.chunks, seed)
     return replace(resolved, rest=token_ids[n_last:], computed_tokens=n_last - start), recorder
 
 
@@ -203,7 +215,7 @@ def _store_before_quantising(
     token_ids = unpack_token_ids(encoded.token_ids)
     prompt_cache = resolved.prompt_cache
     compute(caches, prompt_cache, token_ids, start, n_last, prefill_step_size, None)
-    store_behind(caches, encoded.token_ids[: n_last * TOKEN_BYTES], prompt_cache, resolved.match, n_last)
+    store_behind(caches, encoded.token_ids[: n_last * TOKEN_BYTES], resolved, n_last)
     return replace(resolved, rest=token_ids[n_last:], computed_tokens=n_last - start)
 
 
@@ -234,7 +246,7 @@ def keep_after_generation(
     if found.reason == REASON_COMPUTED:  # what is not worth a look is not worth a shard
         n_there = found.n_known_tokens or n_prompt
     if len(token_ids) // TOKEN_BYTES > n_there:
-        store_behind(caches, token_ids, resolved.prompt_cache, found, n_held, recorder)
+        store_behind(caches, token_ids, resolved, n_held, recorder)
     # Where prompts part, the next one will too: that much of the cache it can take without a copy.
     n_kept = found.n_tokens if found.parted and not keep else max(len(token_ids) // TOKEN_BYTES, found.n_tokens)
     caches.take_back(resolved, whole[: n_kept * TOKEN_BYTES])

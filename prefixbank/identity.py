@@ -42,6 +42,8 @@ class ModelIdentity:
         self._salt = salt.encode() if isinstance(salt, str) else bytes(salt)
         self._parts = file_parts
         self._arrays = LiveArrays(model)
+        self.generation = 0
+        """How often the model was found to be another one than before."""
         self._layout: CacheLayout | None = None
         self._last: tuple[Namespace, CacheLayout] | None = None
         self._refused: UnsupportedCacheError | None = None
@@ -69,6 +71,7 @@ class ModelIdentity:
         """
         if not self._arrays.are_unchanged():
             self._arrays = LiveArrays(self._model)
+            self.generation += 1
             self._parts = self._known = self._last = self._refused = self._layout = None
         if self._refused is not None:
             raise self._refused

@@ -17,8 +17,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from prefixbank import computing, generation
 from prefixbank import explain as explaining
 from prefixbank.chunking import TOKEN_BYTES, unpack_token_ids
-from prefixbank.errors import BankReadOnlyError, ConfigError, PromptError
+from prefixbank.errors import BankReadOnlyError, ConfigError, PrefixBankError, PromptError
 from prefixbank.fewshot import FewShotPrompt
+from prefixbank.kvcache.capture import sample_rows
 from prefixbank.layout import CacheLayout
 from prefixbank.promptcaches import Lease, Progress, PromptCaches, Resolved
 from prefixbank.prompts import Prompt, PromptEncoder
@@ -154,8 +155,7 @@ class BankedModel:
             computing.store_behind(
                 self._caches,
                 encoded.token_ids[: end * TOKEN_BYTES],
-                resolved.prompt_cache,
-                resolved.match,
+                resolved,
                 end,
                 recorder,
             )
@@ -242,7 +242,7 @@ class BankedModel:
                 recorder,
                 where,
             )
-            stored = computing.store(self._caches, packed, resolved.prompt_cache, n_tokens, recorder)
+            stored = computing.store(self._caches, packed, resolved.prompt_cache, n_tokens, recorder, resolved)
             self._caches.take_back(resolved, packed)
         elif progress is not None:
             progress(n_tokens, n_tokens)
@@ -273,12 +273,20 @@ class BankedModel:
         """
         encoded = self._encoder.encode(prompt)
         lease = self._caches.resolve(encoded, reserve=reserve, hold_back=hold_back, lend=True)
-        last_row = self._caches.last_row(lease)
+        n_tokens = lease.match.n_tokens if lease.lent_by is not None else 0
+        sampled = sample_rows(lease.prompt_cache, n_tokens) if n_tokens else b""
         try:
             yield lease
         finally:
-            if self._caches.last_row(lease) == last_row:
-                self._caches.take_back(lease, encoded.token_ids[: lease.match.n_tokens * TOKEN_BYTES])
+            if n_tokens and self._is_as_lent(lease, sampled):
+                self._caches.take_back(lease, encoded.token_ids[: n_tokens * TOKEN_BYTES])
+
+    def _is_as_lent(self, lease: Lease, sampled: bytes) -> bool:
+        """Tell whether the rows of the lent prefix are what they were."""
+        try:
+            return sample_rows(lease.prompt_cache, lease.match.n_tokens) == sampled
+        except (PrefixBankError, RuntimeError, ValueError):
+            return False
 
     # --- generating
 

@@ -18,7 +18,7 @@ from prefixbank.chunking import TOKEN_BYTES, unpack_token_ids
 from prefixbank.errors import ConfigError, PrefixBankError, UnsupportedCacheError
 from prefixbank.identity import ModelIdentity
 from prefixbank.kvcache.assemble import cut_to
-from prefixbank.kvcache.capture import held_arrays, n_cached_tokens, row_bits
+from prefixbank.kvcache.capture import held_arrays, held_bytes, n_cached_tokens
 from prefixbank.kvcache.kinds import keeps_all_rows
 from prefixbank.kvcache.probe import CacheOptions, new_prompt_cache
 from prefixbank.layout import CacheLayout
@@ -47,8 +47,8 @@ class Resolved:
     """Hold a prompt cache with the token ids that it lacks.
 
     Pass `rest` (never empty) as the prompt and `prompt_cache` to `mlx_lm.generate`, `stream_generate` or
-    `batch_generate`; the cache is changed by that. `computed_tokens` were computed on the way here. (`seed` and
-    `lent_by` are the bank's own: what a recorder must know of the cache, and whose it is while it is lent.)
+    `batch_generate`; the cache is changed by that. `computed_tokens` were computed on the way here. (The others are the
+    bank's own: what a recorder must know of the cache, whose it is while it is lent, and which weights it is of.)
     """
 
     prompt_cache: list[Any]
@@ -57,6 +57,7 @@ class Resolved:
     computed_tokens: int = 0
     seed: Sequence[Any] = field(default=(), repr=False)
     lent_by: tuple[Namespace, CacheLayout] | None = field(default=None, repr=False)
+    generation: int = field(default=0, repr=False)
 
     @property
     def cached_tokens(self) -> int:
@@ -173,6 +174,7 @@ class PromptCaches:
             reason=REASON_ALL if n_tokens == limit else REASON_PARTIAL,
             n_known_tokens=max(found.n_known_tokens, n_tokens),
             in_memory=True,
+            n_file_tokens=found.n_tokens,
             parted=n_tokens < min(kept.n_tokens, limit),
             loading_pays=True,
         )
@@ -191,7 +193,7 @@ class PromptCaches:
             n_tokens = len(encoded.token_ids) // TOKEN_BYTES
             self.session.count(computed_by_choice=1)
             found = Match(n_tokens, 0, 0, REASON_COMPUTED, loading_pays=False)
-            return Resolved(new_prompt_cache(self.model, self.options), _rest(encoded.token_ids, 0), found)
+            return self._resolved(new_prompt_cache(self.model, self.options), encoded.token_ids, found)
         found = self.match(encoded, hold_back)
         return self.load(encoded.token_ids, found, max(reserve, 0), lend=lend)
 
@@ -244,7 +246,18 @@ class PromptCaches:
         lent_by = self._lender() if lend else None
         if found.n_tokens and lent_by is None:
             self.keep_copy(token_ids[: found.n_tokens * TOKEN_BYTES], prompt_cache, found.chunks, seed)
-        return Resolved(prompt_cache, _rest(token_ids, found.n_tokens), found, seed=seed, lent_by=lent_by)
+        return self._resolved(prompt_cache, token_ids, found, seed, lent_by)
+
+    def _resolved(
+        self,
+        prompt_cache: list[Any],
+        token_ids: bytes,
+        found: Match,
+        seed: Sequence[Any] = (),
+        lent_by: tuple[Namespace, CacheLayout] | None = None,
+    ) -> Resolved:
+        rest = unpack_token_ids(token_ids[found.n_tokens * TOKEN_BYTES :])
+        return Resolved(prompt_cache, rest, found, seed=seed, lent_by=lent_by, generation=self.identity.generation)
 
     def _from_memory(self, token_ids: bytes, found: Match, *, lend: bool) -> Resolved | None:
         """Return the prompt cache of a match from memory; None where it is not there any more."""
@@ -255,7 +268,8 @@ class PromptCaches:
             return None
         kept, n_tokens = in_memory
         prompt_cache: list[Any] | None
-        if lend and kept.can_be_cut and n_tokens == kept.n_tokens:
+        lent_by = self._lender() if lend else None
+        if lent_by is not None and n_tokens == kept.n_tokens:
             prompt_cache = kept.prompt_cache if memory.take(kept) else None
         else:
             prompt_cache = memory.copied(kept)
@@ -265,15 +279,14 @@ class PromptCaches:
             prompt_cache = cut_to(prompt_cache, layout, n_tokens)
         self.session.count(memory_hits=1)
         self.note_use(found)
-        lent_by = (namespace, layout) if lend and kept.can_be_cut else None
-        return Resolved(prompt_cache, _rest(token_ids, n_tokens), found, seed=kept.seed, lent_by=lent_by)
+        return self._resolved(prompt_cache, token_ids, found, kept.seed, lent_by)
 
     def _from_memory_instead(self, token_ids: bytes, found: Match, *, lend: bool) -> Resolved | None:
         """Return what memory has of a prompt, if that is more than what was left of a match whose shards failed."""
         in_memory = self._find_in_memory(token_ids, found.n_prompt_tokens - 1)
         if in_memory is None or in_memory[1] <= found.n_tokens:
             return None
-        found = replace(found, n_tokens=in_memory[1], n_bytes=0, in_memory=True)
+        found = replace(found, n_tokens=in_memory[1], n_bytes=0, in_memory=True, n_file_tokens=found.n_tokens)
         return self._from_memory(token_ids, found, lend=lend)
 
     def _find_again(self, token_ids: bytes, found: Match) -> Match:
@@ -285,14 +298,18 @@ class PromptCaches:
             return Match(found.n_prompt_tokens, 0, 0, REASON_UNAVAILABLE)
 
     def _lender(self) -> tuple[Namespace, CacheLayout] | None:
-        """Return whose a lent cache is; None where a used one can't be cut back to what it was."""
+        """Return whose a lent cache is; None where a used one can't be cut back to what it was.
+
+        Nor where there is one layer: its rows tell nothing of the tokens before (`sample_rows`).
+        """
         if self.quantises_later:
             return None
         try:
             namespace, layout = self.identity.known
         except PrefixBankError:
             return None
-        return (namespace, layout) if keeps_all_rows(layout) else None
+        n_layers = sum(1 for layer in layout.layers if any(CacheLayout((layer,)).row_arrays()))
+        return (namespace, layout) if n_layers > 1 and keeps_all_rows(layout) else None
 
     def keep_copy(
         self, token_ids: bytes, prompt_cache: list[Any], chunks: tuple[ChunkRecord, ...], seed: Sequence[Any] = ()
@@ -302,7 +319,7 @@ class PromptCaches:
         The copy shares the arrays until the user writes to them.
         """
         memory = self.session.memory
-        n_bytes = _n_bytes(prompt_cache) + sum(piece.n_bytes for pieces in seed for piece in pieces)
+        n_bytes = held_bytes(prompt_cache) + sum(piece.n_bytes for pieces in seed for piece in pieces)
         if self.quantises_later or not memory.has_room(n_bytes):
             return
         namespace, layout = self.identity.known
@@ -316,12 +333,13 @@ class PromptCaches:
             return
         try:
             namespace, layout = lent.lent_by
-            if self.identify()[0].root_key != namespace.root_key:
-                return  # other weights by now: who knows when they were swapped
             n_tokens = min(len(token_ids) // TOKEN_BYTES, n_cached_tokens(lent.prompt_cache) or 0)
+            if n_tokens < lent.match.n_tokens or not self.is_of_these_weights(lent):
+                return
             token_ids = token_ids[: n_tokens * TOKEN_BYTES]
-            kept = cut_to(lent.prompt_cache, layout, n_tokens)
-            n_bytes = _n_bytes(kept)
+            # A copy, so that who goes on with the lent objects changes nothing of what is kept.
+            kept = cut_to(copy.deepcopy(lent.prompt_cache), layout, n_tokens)
+            n_bytes = held_bytes(kept)
             if self.session.memory.has_room(n_bytes):
                 mx.eval(held_arrays(kept))  # another thread may use it next
                 chunks = lent.match.chunks
@@ -329,14 +347,13 @@ class PromptCaches:
         except (PrefixBankError, RuntimeError):
             return
 
-    def last_row(self, resolved: Resolved) -> bytes:
-        """Return the bits of the last layer's last matched row, which depend on all tokens up to there.
-
-        They tell a cache that was trimmed to less, and then filled again with other tokens, from one that was not.
-        """
-        if resolved.lent_by is None or not resolved.match.n_tokens:
-            return b""
-        return row_bits(held_arrays(resolved.prompt_cache)[-1], resolved.match.n_tokens - 1)
+    def is_of_these_weights(self, resolved: Resolved) -> bool:
+        """Tell whether the model is still the one that a prompt cache was resolved for."""
+        try:
+            self.identify()
+        except PrefixBankError:
+            return False
+        return self.identity.generation == resolved.generation
 
     def note_computed(self, n_tokens: int, seconds: float) -> None:
         """Take the time that computing so many tokens of a prompt took."""
@@ -382,11 +399,3 @@ class PromptCaches:
 def owner_of(namespace: Namespace) -> Owner:
     """Return whose KV a namespace's is, as the memory tier knows it."""
     return namespace.fingerprint, namespace.salt_digest
-
-
-def _n_bytes(prompt_cache: Sequence[Any]) -> int:
-    return sum(array.nbytes for array in held_arrays(prompt_cache))
-
-
-def _rest(token_ids: bytes, n_tokens: int) -> list[int]:
-    return unpack_token_ids(token_ids[n_tokens * TOKEN_BYTES :])

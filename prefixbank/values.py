@@ -127,8 +127,8 @@ class Match:
     `n_tokens` leading token ids can be resumed; the last chunk of `chunks` may be used in part. `n_bytes` is the length
     of the shard files to read. At least one token of the prompt is always left to compute. `n_known_tokens` leading
     tokens are stored in all: more than `n_tokens` where recurrent layers can't be resumed that far. With `in_memory`
-    the prefix is kept in memory, of which `chunks` may hold less. `parted`: what is at hand goes on otherwise than the
-    prompt, so it is at this place that prompts part.
+    the prefix is kept in memory, and the files of `chunks` hold `n_file_tokens` of it. `parted`: what is at hand goes
+    on otherwise than the prompt, so it is at this place that prompts part.
 
     `load_s` and `compute_s` are how many seconds loading these tokens is estimated to take, and computing them; None
     where too little was measured. `loading_pays` says whether they will be loaded.
@@ -141,6 +141,7 @@ class Match:
     chunks: tuple[ChunkRecord, ...] = field(default=(), repr=False)
     n_known_tokens: int = 0
     in_memory: bool = False
+    n_file_tokens: int = 0
     parted: bool = False
     load_s: float | None = None
     compute_s: float | None = None
@@ -154,4 +155,4 @@ class Match:
     @property
     def n_stored_tokens(self) -> int:
         """Return how many of the matched tokens the bank's files hold."""
-        return min(self.n_tokens, self.chunks[-1].end) if self.chunks else 0
+        return self.n_file_tokens if self.in_memory else self.n_tokens

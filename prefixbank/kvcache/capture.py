@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from mlx.utils import tree_flatten
 
 from prefixbank.errors import FingerprintMismatchError, UnsupportedCacheError
 from prefixbank.kvcache.kinds import is_list_kind, is_row_kind, is_state_kind, keeps_all_rows, kind_of, window_of
@@ -21,9 +22,10 @@ __all__ = [
     "Piece",
     "describe",
     "held_arrays",
+    "held_bytes",
     "leaf_caches",
     "n_cached_tokens",
-    "row_bits",
+    "sample_rows",
 ]
 
 Bits = npt.NDArray[Any]
@@ -123,10 +125,24 @@ def held_arrays(prompt_cache: Sequence[Any]) -> list[mx.array]:
     return arrays
 
 
-def row_bits(rows: mx.array, at: int) -> bytes:
-    """Return the bits of all heads' row `at`."""
-    row = mx.contiguous(rows[..., at : at + 1, :])
-    return np.array(row.view(UNSIGNED[row.dtype.size]), copy=False).tobytes()
+def held_bytes(prompt_cache: Sequence[Any]) -> int:
+    """Return the bytes of all arrays that the caches hold, room for more rows included."""
+    attributes = [list(vars(leaf).values()) for leaf in leaf_caches(prompt_cache)]
+    return sum(leaf.nbytes for _, leaf in tree_flatten(attributes) if isinstance(leaf, mx.array))
+
+
+def sample_rows(prompt_cache: Sequence[Any], n_tokens: int) -> bytes:
+    """Return the bits of some rows of the last layer that has rows, at distances from the end of 1, 2, 4, 8, ...
+
+    Each depends on all tokens up to its own, if there are layers below. So they tell a cache whose last rows were cut
+    off and made anew for other tokens from one that was not.
+    """
+    arrays = next((arrays for layer in reversed(prompt_cache) if (arrays := held_arrays([layer]))), [])
+    distances = [1 << power for power in range(n_tokens.bit_length()) if 1 << power <= n_tokens]
+    places = mx.array([n_tokens - distance for distance in distances])
+    rows = [mx.contiguous(mx.take(array.view(UNSIGNED[array.dtype.size]), places, axis=2)) for array in arrays]
+    mx.eval(rows)
+    return b"".join(np.array(row, copy=False).tobytes() for row in rows)
 
 
 @dataclass(frozen=True, slots=True)

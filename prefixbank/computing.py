@@ -126,12 +126,13 @@ def store_behind(
             return
         namespace, layout, n_held = todo
         token_ids = token_ids[: n_held * TOKEN_BYTES]
-        n_known = min(resolved.match.n_stored_tokens, n_held)
+        n_tokens = len(token_ids) // TOKEN_BYTES
+        n_known = min(resolved.match.n_stored_tokens, n_tokens)
         copy_from = n_known - n_known % session.chunk_tokens
-        n_bytes = layout.data_bytes(n_held - copy_from, with_state=True)
+        n_bytes = layout.data_bytes(n_tokens - copy_from, with_state=True)
         if session.can_queue(namespace, token_ids, n_bytes):
             recorder = recorder or CacheRecorder(layout)
-            recorder.finish(prompt_cache, n_held, copy_from=copy_from)
+            recorder.finish(prompt_cache, n_held, copied=(copy_from, n_tokens))
             session.store_behind(namespace, token_ids, recorder, n_bytes)
     except (PrefixBankError, RuntimeError) as exc:
         caches.warn_of(exc, "store")

@@ -134,12 +134,13 @@ class PromptCaches:
             return self._below
         return self
 
-    def find(self, token_ids: bytes, limit: int, known: Sequence[ChunkRecord] = ()) -> Match:
+    def find(self, token_ids: bytes, limit: int, known: Sequence[ChunkRecord] = (), n_at_hand: int = 0) -> Match:
         """Return how much of packed token ids the bank's files hold, `limit` tokens at most.
 
-        `known` may be the chunks of an earlier match. Raises the bank's errors.
+        `known` may be the chunks of an earlier match, and `n_at_hand` tokens are had without files. Raises the bank's
+        errors.
         """
-        found = self.session.match(self.identify()[0], token_ids, limit, known)
+        found = self.session.match(self.identify()[0], token_ids, limit, known, n_at_hand)
         if self._below is None or self.for_length(found.n_tokens) is self:
             return found
         limit = min(limit, self.options.quantized_kv_start - 1)
@@ -158,7 +159,8 @@ class PromptCaches:
         in_memory = None
         try:
             in_memory = self._find_in_memory(encoded.token_ids, limit)
-            found = self.find(encoded.token_ids, limit, in_memory[0].chunks if in_memory else ())
+            kept_chunks, n_kept = (in_memory[0].chunks, in_memory[1]) if in_memory else ((), 0)
+            found = self.find(encoded.token_ids, limit, kept_chunks, n_kept)
         except PrefixBankError as exc:
             self.warn_of(exc, "match")
             reason = REASON_UNSUPPORTED if isinstance(exc, UnsupportedCacheError) else REASON_UNAVAILABLE
@@ -224,6 +226,8 @@ class PromptCaches:
                 return resolved
             found = self._find_again(token_ids, found)
         if found.n_tokens and not self._should_load(found):
+            if (kept := self._from_memory_instead(token_ids, replace(found, n_tokens=0), lend=lend)) is not None:
+                return kept
             self.session.count(computed_by_choice=1)
             found = replace(found, n_tokens=0, n_bytes=0, reason=REASON_COMPUTED, chunks=())
         prompt_cache: list[Any] = []

@@ -38,7 +38,7 @@ class Readers:
 
     def __init__(self, n_threads: int) -> None:
         self._n_threads = n_threads
-        self._executor = ThreadPoolExecutor(n_threads, "prefixbank-read")
+        self.executor = ThreadPoolExecutor(n_threads, "prefixbank-read")
 
     def submit(
         self, shards: ShardStore, record: ChunkRecord, n_bytes: int, runs: list[memoryview], *, n_shards: int
@@ -53,15 +53,15 @@ class Readers:
             return [wrong]
         n_parts = min(-(-2 * self._n_threads // n_shards), n_bytes // _MIN_PART_BYTES)
         if n_parts < 2 or not shards.is_proven(record):
-            return [self._executor.submit(shards.read_into, record, runs)]
+            return [self.executor.submit(shards.read_into, record, runs)]
         return [
-            self._executor.submit(shards.read_part, record, offset, part)
+            self.executor.submit(shards.read_part, record, offset, part)
             for offset, part in _parts(runs, -(-n_bytes // n_parts))
         ]
 
     def close(self) -> None:
         """Wait for what is being read, and end the threads."""
-        self._executor.shutdown()
+        self.executor.shutdown()
 
 
 def _parts(runs: list[memoryview], n_bytes: int) -> Iterator[tuple[int, list[memoryview]]]:
@@ -97,7 +97,7 @@ def load(
         return Loaded([], found, ())
     last = found.chunks[-1]
     capacity = max(found.n_prompt_tokens + reserve, last.end)
-    buffers = PromptCacheBuffers(layout, found.n_tokens, last.start, last.end, capacity)
+    buffers = PromptCacheBuffers(layout, found.n_tokens, last.start, last.end, capacity, readers.executor)
     needed = [r for r in found.chunks if r is last or buffers.need(r.start, r.end)]
     futures = []
     for record in needed:

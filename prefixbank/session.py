@@ -128,6 +128,12 @@ class BankSession:
             for measured in rates:
                 rates_rows.remember(tx, measured)
 
+    def _note_behind(self) -> None:
+        try:
+            self._note()
+        except PrefixBankError as exc:
+            self.warn("note", f"which prefixes were used could not be noted: {exc}")
+
     def close(self) -> None:
         """Write everything down and close. Closing again does nothing. What can't be written is warned of."""
         if self._closed:
@@ -139,6 +145,7 @@ class BankSession:
         except PrefixBankError as exc:
             self.warn("flush", f"which prefixes were used could not be noted: {exc}")
         finally:
+            self.memory.max_bytes = 0  # a model may still be used without the bank
             self.memory.clear()
             if "_readers" in self.__dict__:
                 self._readers.close()
@@ -200,17 +207,25 @@ class BankSession:
         with self.index.reading() as tx:
             self.rates.recall(namespace, rates_rows.find(tx, namespace.id, device))
 
-    def match(self, namespace: Namespace, token_ids: bytes, limit: int, known: Sequence[ChunkRecord] = ()) -> Match:
+    def match(
+        self,
+        namespace: Namespace,
+        token_ids: bytes,
+        limit: int,
+        known: Sequence[ChunkRecord] = (),
+        n_at_hand: int = 0,
+    ) -> Match:
         """Return the longest stored prefix of packed token ids, of at most `limit` tokens, and whether loading it pays.
 
-        `known` may be the chunks of an earlier match. What this process is about to store is waited for, where that is
-        faster than computing it again.
+        `known` may be the chunks of an earlier match. What this process is about to store is waited for, where it is
+        more than `n_at_hand` tokens, and faster than computing them again.
         """
         if any(record.key in self._lost for record in known):
             known = ()  # what became of a lost shard's row only the whole walk says
         while True:
             found = resolver.match(self.index, namespace, token_ids, self.chunk_tokens, limit, known)
-            n_coming = min(self._writes.n_covered(namespace.id, token_ids), limit) - found.n_tokens
+            n_there = max(found.n_tokens, n_at_hand)
+            n_coming = min(self._writes.n_covered(namespace.id, token_ids), limit) - n_there
             if n_coming <= 0 or not self._worth_waiting(namespace, n_coming):
                 break
             self._writes.wait()
@@ -257,7 +272,7 @@ class BankSession:
             self._uses.append(tuple(record.key for record in found.chunks))
             due = len(self._uses) % _USES_BETWEEN_WRITES == 0
         if due:
-            self._writes.submit(0, b"", 0, self._note)
+            self._writes.submit(0, b"", 0, self._note_behind)
 
     def can_queue(self, namespace: Namespace, token_ids: bytes, n_bytes: int) -> bool:
         """Tell whether `store_behind` would take a prefix; counts it where the queue is full."""

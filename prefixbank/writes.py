@@ -37,6 +37,7 @@ class WriteQueue:
         self._last: Future[None] | None = None
         self._n_bytes = 0
         self._failure: Exception | None = None
+        self._closed = False
         self._lock = threading.Lock()
 
     @property
@@ -52,7 +53,7 @@ class WriteQueue:
         """Queue a store of packed token ids; returns False, at once, where the queue or the system has no room."""
         pending = _Pending(namespace_id, token_ids, n_bytes)
         with self._lock:
-            if not self.has_room(n_bytes):
+            if self._closed or not self.has_room(n_bytes):
                 return False
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, "prefixbank-write")
@@ -105,8 +106,9 @@ class WriteQueue:
             raise failure
 
     def close(self) -> None:
-        """Write everything that is queued and end the thread."""
+        """Write everything that is queued and end the thread. Nothing is taken any more."""
         with self._lock:
+            self._closed = True
             executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 import mlx.core as mx
@@ -113,7 +114,9 @@ class PromptCacheBuffers:
     generated token re-allocates nothing.
     """
 
-    def __init__(self, layout: CacheLayout, n_tokens: int, last_start: int, stop: int, capacity: int) -> None:
+    def __init__(
+        self, layout: CacheLayout, n_tokens: int, last_start: int, stop: int, capacity: int, executor: Executor
+    ) -> None:
         """Make room for a prefix of `n_tokens` whose last chunk is `[last_start, stop)`, and for `capacity` in all."""
         self._layout = layout
         self._windows = [window_of(leaf) for _, leaf in layout.leaves() for _ in leaf.arrays]
@@ -122,7 +125,7 @@ class PromptCacheBuffers:
             for (_, a), window in zip(layout.row_arrays(), self._windows, strict=True)
         ]
         states = [(a.shape, UNSIGNED[ITEM_BYTES[a.dtype]]) for _, a in layout.state_arrays()]
-        arrays = iter(allocate([shape for rows in self._rows for shape in rows.shapes] + states))
+        arrays = iter(allocate([shape for rows in self._rows for shape in rows.shapes] + states, executor))
         for rows in self._rows:
             rows.view(next(arrays), next(arrays))
         self._states = list(arrays)

@@ -201,22 +201,21 @@ class CacheRecorder:
         if with_state and self._layout.has_state:
             self._states[stop] = self._state_bits(prompt_cache)
 
-    def finish(self, prompt_cache: Sequence[Any], n_tokens: int, *, copy_from: int | None = None) -> None:
+    def finish(self, prompt_cache: Sequence[Any], n_tokens: int, *, copied: tuple[int, int] | None = None) -> None:
         """Read what the finished cache of `n_tokens` holds itself.
 
-        With `copy_from` the rows of the tokens from there on are copied, and others not read: the cache can go on being
-        used, and written into in place, while the recorder gives out its rows.
+        With `copied`, the rows of the tokens from the one to the other are copied, and no others read: the cache can go
+        on being used, and written into in place, while the recorder gives out its rows.
         """
         if describe(prompt_cache) != self._layout:
             raise FingerprintMismatchError(
                 "the prompt cache is of another layout (cache class, heads, width or dtype) than this model's"
             )
         bits = [rows.view(UNSIGNED[rows.dtype.size]) for rows in self._row_arrays(prompt_cache)]
-        start = 0
-        if copy_from is not None:
-            start = copy_from
+        start, stop = copied or (0, n_tokens)
+        if copied is not None:
             bits = [
-                mx.contiguous(rows if windowed else rows[..., start:n_tokens, :])
+                mx.contiguous(rows if windowed else rows[..., start:stop, :])
                 for windowed, rows in zip(self._windows, bits, strict=True)
             ]
         mx.eval(bits)
@@ -224,7 +223,7 @@ class CacheRecorder:
             if windowed:
                 pieces.append(Piece(n_tokens - rows.shape[2], n_tokens, rows))
             else:
-                pieces[:] = [Piece(start, n_tokens, rows)]
+                pieces[:] = [Piece(start, stop, rows)]
         if self._layout.has_state and n_tokens not in self._states:
             self._states[n_tokens] = self._state_bits(prompt_cache)
 

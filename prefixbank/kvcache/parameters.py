@@ -57,44 +57,36 @@ class LiveArrays:
 
     def __init__(self, model: nn.Module) -> None:
         """Look at the model; what it holds stays alive, so that no other object can take its identity."""
-        self._nodes: list[_Node] = []
+        self._held: list[tuple[dict[str, Any] | list[Any], list[Any], list[Any]]] = []
         pending: list[Any] = [model]
         while pending:
             node = pending.pop()
             if isinstance(node, tuple):  # it can't change
                 pending += node
             elif isinstance(node, dict | list):
-                self._nodes.append(_Node(node))
-                pending += self._nodes[-1].children
+                names, held = _held_by(node)
+                self._held.append((node, names, held))
+                pending += held
 
     def are_unchanged(self) -> bool:
-        """Tell whether every module still holds the very arrays and modules that it held."""
-        return all(node.is_unchanged() for node in self._nodes)
+        """Tell whether every module still holds the very arrays and modules that it held, under the same names."""
+        for node, names_before, before in self._held:
+            names, held = _held_by(node)
+            if names != names_before or not all(map(is_, held, before)):
+                return False
+        return True
 
 
-class _Node:
-    """Know what a module, which is a dict, or a list held: arrays and other modules, not settings."""
+_HOLDERS = (mx.array, dict, list, tuple)
 
-    __slots__ = ("_keys", "_length", "_names", "_node", "children")
 
-    def __init__(self, node: dict[str, Any] | list[Any]) -> None:
-        self._node = node
-        self._length = len(node)
-        self._names = self._visible()
-        held = [name for name in self._names if isinstance(node[name], mx.array | dict | list | tuple)]
-        self._keys = held
-        self.children = [node[name] for name in held]
+def _held_by(node: dict[str, Any] | list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return names and values of the arrays and modules, but not the settings, of a module (a dict) or a list.
 
-    def is_unchanged(self) -> bool:
-        if len(self._node) != self._length and self._visible() != self._names:
-            return False
-        try:
-            return all(map(is_, map(self._node.__getitem__, self._keys), self.children))
-        except (KeyError, IndexError):
-            return False
-
-    def _visible(self) -> list[Any]:
-        """Return the names of what counts: hidden entries may be filled in at the first step."""
-        if isinstance(self._node, list):
-            return list(range(len(self._node)))
-        return [name for name in self._node if not str(name).startswith("_")]
+    Hidden entries don't count: they may be filled in at the first step.
+    """
+    if isinstance(node, list):
+        held = [value for value in node if isinstance(value, _HOLDERS)]
+        return [len(held)], held
+    names = [n for n, value in node.items() if isinstance(value, _HOLDERS) and not str(n).startswith("_")]
+    return names, [node[name] for name in names]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from prefixbank.kvcache import buffers
-from prefixbank.kvcache.buffers import allocate
+from prefixbank.kvcache.buffers import allocate as allocate_from
 
 WANTED: list[tuple[tuple[int, ...], mx.Dtype]] = [
     ((1, 2, 7, 6), mx.uint32),
@@ -22,6 +24,13 @@ WANTED: list[tuple[tuple[int, ...], mx.Dtype]] = [
     ((1, 1, 1, 1), mx.uint8),
     *(((1, 2, number + 1, 3), mx.uint16) for number in range(12)),
 ]
+
+
+THREADS = ThreadPoolExecutor(2)
+
+
+def allocate(wanted: list[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
+    return allocate_from(wanted, THREADS)
 
 
 def view(array: mx.array) -> Any:
@@ -105,3 +114,22 @@ def test_threads_allocate_at_once() -> None:
 
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(work, range(1, 5))) == [True] * 4
+
+
+def test_one_thread_allocates_while_another_clears_the_cache() -> None:
+    """As mlx-lm does at the first token of each answer. In a process of its own, which may stand still."""
+    script = (
+        "import threading\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from prefixbank.kvcache.buffers import allocate, mx\n"
+        "def clear():\n"
+        "    for _ in range(500):\n"
+        "        array = mx.ones(1000); mx.eval(array); del array; mx.clear_cache()\n"
+        "clearing = threading.Thread(target=clear)\n"
+        "clearing.start()\n"
+        "threads = ThreadPoolExecutor(2)\n"
+        "for _ in range(500):\n"
+        "    allocate([((1, 2, 100, 8), mx.uint32)] * 6, threads)\n"
+        "clearing.join()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -103,7 +103,15 @@ class MemoryTier:
                 return
             self._kept[name] = kept
             self._n_bytes += kept.n_bytes
-            while self._n_bytes > self.max_bytes:
+        self.trim_to(self.max_bytes)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def trim_to(self, n_bytes: int) -> None:
+        """Drop the least recently used prefixes above so many bytes."""
+        with self._lock:
+            while self._kept and self._n_bytes > n_bytes:
                 _, dropped = self._kept.popitem(last=False)
                 self._n_bytes -= dropped.n_bytes
 

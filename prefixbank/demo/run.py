@@ -11,7 +11,8 @@ from statistics import median
 from mlx_lm.generate import stream_generate
 
 from prefixbank.fewshot import FewShotPrompt, RenderedPrompt
-from prefixbank.model import BankedModel, Warmed
+from prefixbank.model import BankedModel
+from prefixbank.warming import Warmed
 
 __all__ = ["Answer", "DemoReport", "answer", "load_shots", "warm"]
 

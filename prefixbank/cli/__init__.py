@@ -27,6 +27,8 @@ from prefixbank.cli.output import print_text, say, silence_stdout, warnings_as_l
 from prefixbank.cli.pin import run as run_pin
 from prefixbank.cli.prune import run as run_prune
 from prefixbank.cli.rm import run as run_rm
+from prefixbank.cli.serve import SETTINGS as SERVE_SETTINGS
+from prefixbank.cli.serve import run as run_serve
 from prefixbank.cli.show import run as run_show
 from prefixbank.cli.stats import run as run_stats
 from prefixbank.cli.unpin import run as run_unpin
@@ -70,6 +72,7 @@ _VERBS: dict[str, Callable[..., None]] = {
 }
 for _verb, _run in _VERBS.items():
     app.command(_verb)(_run)
+app.command("serve", context_settings=SERVE_SETTINGS)(run_serve)
 
 
 def _print_version(wanted: bool) -> None:

@@ -40,10 +40,13 @@ if TYPE_CHECKING:
     from prefixbank.fewshot import Example, FewShotPrompt, RenderedPrompt
     from prefixbank.generation import BankedResponse, GenerationResult
     from prefixbank.kvcache.kinds import CacheKind, register_cache_kind
-    from prefixbank.model import BankedModel, Warmed
+    from prefixbank.many import ManyResult
+    from prefixbank.model import BankedModel
     from prefixbank.promptcaches import Lease, Resolved
+    from prefixbank.scoring import ScoreResult
     from prefixbank.storing import Stored
     from prefixbank.values import Match, PrefixRecord
+    from prefixbank.warming import Warmed
 
 __version__: str  # looked up when it is asked for
 
@@ -56,10 +59,13 @@ _HOMES = {
     "fewshot": ("Example", "FewShotPrompt", "RenderedPrompt"),
     "generation": ("BankedResponse", "GenerationResult"),
     "kvcache.kinds": ("CacheKind", "register_cache_kind"),
-    "model": ("BankedModel", "Warmed"),
+    "many": ("ManyResult",),
+    "model": ("BankedModel",),
     "promptcaches": ("Lease", "Resolved"),
+    "scoring": ("ScoreResult",),
     "storing": ("Stored",),
     "values": ("Match", "PrefixRecord"),
+    "warming": ("Warmed",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -83,6 +89,7 @@ __all__ = [
     "GenerationResult",
     "IndexCorruptError",
     "Lease",
+    "ManyResult",
     "Match",
     "PrefixBank",
     "PrefixBankError",
@@ -92,6 +99,7 @@ __all__ = [
     "RenderedPrompt",
     "Resolved",
     "SchemaError",
+    "ScoreResult",
     "ShardCorruptError",
     "ShardError",
     "ShardMissingError",

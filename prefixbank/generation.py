@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prefixbank.kvcache.capture import CacheRecorder
     from prefixbank.model import BankedModel
 
-__all__ = ["BankedResponse", "GenerationOptions", "GenerationResult", "collect", "stream"]
+__all__ = ["BankedResponse", "GenerationOptions", "GenerationResult", "collect", "seeing_all", "stream"]
 
 MAX_RESERVE = 1024
 """How many tokens an answer gets room for in advance at most; beyond that the cache grows as mlx-lm's does."""
@@ -106,7 +106,7 @@ def stream(
         given: dict[str, Any] = {
             "prompt_cache": ahead.prompt_cache,
             "prompt_progress_callback": _shifted(options.progress, len(token_ids) - len(ahead.rest)),
-            "logits_processors": _seeing_all(options.logits_processors, token_ids[: len(token_ids) - len(ahead.rest)]),
+            "logits_processors": seeing_all(options.logits_processors, token_ids[: len(token_ids) - len(ahead.rest)]),
             **caches.options.generate_options(),
         }
     else:
@@ -118,7 +118,7 @@ def stream(
             "num_draft_tokens": options.num_draft_tokens,
             "prompt_cache": [*resolved.prompt_cache, *drafted.prompt_cache],
             # With a draft model mlx-lm shows processors nothing of the prompt but its last token.
-            "logits_processors": _seeing_all(options.logits_processors, token_ids[:-1]),
+            "logits_processors": seeing_all(options.logits_processors, token_ids[:-1]),
         }
     n_cached, n_computed = resolved.match.n_tokens, len(resolved.rest)
     outcome.append(resolved)
@@ -219,7 +219,7 @@ def _shifted(progress: Progress | None, n_cached: int) -> Progress | None:
     return lambda processed, total: progress(n_cached + processed, n_cached + total)
 
 
-def _seeing_all(
+def seeing_all(
     processors: Sequence[LogitsProcessor] | None, cached_token_ids: list[int]
 ) -> list[LogitsProcessor] | None:
     """Return processors that are given the whole prompt's token ids: mlx-lm knows only of those it computes."""

@@ -6,18 +6,18 @@ and `warm` are asked for, so they raise.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from prefixbank import computing, generation
+from prefixbank import computing, generation, many, scoring, warming
 from prefixbank import explain as explaining
 from prefixbank.chunking import TOKEN_BYTES, unpack_token_ids
-from prefixbank.errors import BankReadOnlyError, ConfigError, PrefixBankError, PromptError
+from prefixbank.errors import ConfigError, PrefixBankError
 from prefixbank.fewshot import FewShotPrompt
 from prefixbank.kvcache.capture import sample_rows
 from prefixbank.layout import CacheLayout
@@ -25,26 +25,12 @@ from prefixbank.promptcaches import Lease, Progress, PromptCaches, Resolved
 from prefixbank.prompts import Prompt, PromptEncoder
 from prefixbank.session import BankSession
 from prefixbank.storing import Stored
-from prefixbank.values import Match, Namespace, PrefixRecord
+from prefixbank.values import Match, Namespace
+from prefixbank.warming import Warmed
 
-__all__ = ["BankedModel", "Warmed"]
+__all__ = ["BankedModel"]
 
 DEFAULT_RESERVE = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Warmed:
-    """Say what `warm` did: `stored_tokens` of the prefix's `n_tokens` are in the bank now.
-
-    They are fewer only where the budget refused the store (a `BankWarning` said so).
-    """
-
-    name: str | None
-    n_tokens: int
-    stored_tokens: int
-    cached_tokens: int
-    computed_tokens: int
-    written_bytes: int
 
 
 class BankedModel:
@@ -194,73 +180,22 @@ class BankedModel:
             reserve: how many tokens the working cache has room for behind the prefix; what is stored is the same.
             hold_back: leave the last n tokens out of the prefix.
             boundaries: where models with recurrent layers can go on from: at the end, or also behind the instructions
-            and
-                each example of a `FewShotPrompt`. Other models can anywhere.
+                and each example of a `FewShotPrompt`. Other models can anywhere.
 
         Raises `PromptError`, `UnsupportedCacheError` and the bank's errors.
         """
-        if isinstance(prompt, FewShotPrompt):
-            packed = self._encoder.shared_token_ids(prompt)
-            name, source_digest = name or prompt.name or None, prompt.source_digest
-        else:
-            packed, source_digest = self._encoder.encode(prompt).token_ids, ""
-        if hold_back < 0:
-            raise ConfigError(f"hold_back={hold_back} must not be negative")
-        packed = packed[: max(len(packed) // TOKEN_BYTES - hold_back, 0) * TOKEN_BYTES]
-        if not packed:
-            raise PromptError("the prompts share no token, or all are held back: there is nothing to warm")
-        if pin and name is None:
-            raise ConfigError("a pin needs a name: give name=")
-        n_tokens = len(packed) // TOKEN_BYTES
-        namespace, _ = self._caches.for_length(n_tokens).identify()
-        found = self._caches.find(packed, n_tokens)
-        stored = Stored(found.n_tokens, found.chunks[-1].key if found.chunks else None)
-        where = {n_tokens}
-        if isinstance(prompt, FewShotPrompt) and boundaries == "examples" and self.layout.has_state:
-            where |= {end for end in self._encoder.example_ends(prompt) if end < n_tokens}
-            missing = [end for end in where if self._caches.find(packed, end).n_tokens < end]
-            if missing:  # also where the whole prefix is stored: go on from in front of the first one
-                found = self._caches.find(packed, min(missing))
-        n_cached = found.n_tokens
-        if self._session.read_only and (n_cached < n_tokens or name is not None):
-            raise BankReadOnlyError(f"{self._session.root} is opened read-only: nothing can be warmed")
-        if found.n_tokens < n_tokens:
-            resolved = self._caches.load(packed, found, max(reserve, 0), lend=True)
-            found = resolved.match
-            n_cached = found.n_tokens
-            token_ids = unpack_token_ids(packed)
-            recorder = computing.recorder_for(self._caches, resolved)
-            where |= self._caches.parting(found)
-            computing.compute(
-                self._caches,
-                resolved.prompt_cache,
-                token_ids,
-                n_cached,
-                n_tokens,
-                prefill_step_size,
-                progress,
-                recorder,
-                where,
-            )
-            stored = computing.store(self._caches, packed, resolved.prompt_cache, n_tokens, recorder, resolved)
-            self._caches.take_back(resolved, packed)
-        elif progress is not None:
-            progress(n_tokens, n_tokens)
-        self._session.count(cached_tokens=n_cached, computed_tokens=n_tokens - n_cached)
-        if name is not None:
-            whole = stored.n_tokens == n_tokens
-            self._session.name_prefix(
-                PrefixRecord(
-                    name=name,
-                    namespace_id=namespace.id,
-                    chunk_key=stored.last_key if whole else None,
-                    n_tokens=n_tokens,
-                    pinned=pin,
-                    source_digest=source_digest,
-                    created_at=int(time.time()),
-                )
-            )
-        return Warmed(name, n_tokens, stored.n_tokens, n_cached, n_tokens - n_cached, stored.n_written_bytes)
+        return warming.warm(
+            self._caches,
+            self._encoder,
+            prompt,
+            name=name,
+            pin=pin,
+            progress=progress,
+            prefill_step_size=prefill_step_size,
+            reserve=reserve,
+            hold_back=hold_back,
+            boundaries=boundaries,
+        )
 
     # --- lending
 
@@ -380,3 +315,120 @@ class BankedModel:
             None if draft is None else draft._caches,
             lend=lend,
         )
+
+    # --- many prompts
+
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        max_tokens: int = 256,
+        sampler: generation.Sampler | None = None,
+        logits_processors: Sequence[generation.LogitsProcessor] | None = None,
+        batch_size: int = 16,
+        prefill_step_size: int | None = None,
+        hold_back: int = 0,
+        results_file: str | os.PathLike[str] | None = None,
+        progress: many.ManyProgress | None = None,
+        as_completed: bool = False,
+    ) -> list[many.ManyResult] | Iterator[tuple[int, many.ManyResult]]:
+        """Answer many prompts, computing each run of tokens that several share once, and decoding in batches.
+
+        Args:
+            prompts: whole prompts of any kind; all are encoded before anything is computed.
+            max_tokens: how many tokens to generate for each at most; -1 for no limit.
+            sampler: as in mlx-lm; None is greedy.
+            logits_processors: as in mlx-lm; they see all token ids of their prompt.
+            batch_size: how many answers are decoded together; 1 where mlx-lm can't do it exactly.
+            prefill_step_size: how many prompt tokens a step computes.
+            hold_back: compute at least the last n tokens of each prompt with it.
+            results_file: a JSONL file to which each answer is added when it is done; answers that it has already, of
+                the same prompt, model and settings, are taken from it. Samplers and processors go by their names.
+            progress: called with (prompts done, prompts in all, prompt tokens that needed no computing).
+            as_completed: yield `(index, answer)` as they are done, instead of a list in the order of the prompts.
+
+        What only one prompt has is not stored. Raises `PromptError` that names a prompt's index, `ConfigError`, and
+        `StorageError` where the results file can't be written; nothing that is wrong with the bank raises.
+        """
+        options = many.ManyOptions(
+            max_tokens=max_tokens,
+            sampler=sampler,
+            logits_processors=logits_processors,
+            batch_size=batch_size,
+            prefill_step_size=prefill_step_size,
+            hold_back=hold_back,
+            results_file=results_file,
+            progress=progress,
+        )
+        answers = many.generate_many(self._caches, self._encoder, self.tokenizer, prompts, options)
+        return answers if as_completed else many.in_order(answers)
+
+    def score(
+        self,
+        prompt: Prompt,
+        choices: Iterable[scoring.Choice],
+        *,
+        normalise: scoring.Normalise = "none",
+        calibrate: Prompt | Sequence[Prompt] | None = None,
+        prefill_step_size: int | None = None,
+    ) -> scoring.ScoreResult:
+        """Return how probable each choice is as what follows on a prompt.
+
+        Prompt and choice are tokenised as one text; scored are all tokens behind those that prompt and all choices
+        share. A choice whose first characters join the prompt's last token is scored with that token.
+
+        Args:
+            prompt: the whole prompt.
+            choices: texts, or lists of token ids.
+            normalise: divide each log-probability by the choice's length in `"tokens"`, `"characters"` or `"bytes"`.
+            calibrate: one or several content-free prompts, as `shots.render("N/A")`: the choices' probabilities are
+                divided by those behind these (Zhao et al. 2021, https://arxiv.org/abs/2102.09690).
+            prefill_step_size: how many tokens a step computes.
+
+        Raises `PromptError` that names a bad choice; nothing that is wrong with the bank raises.
+        """
+        return scoring.score(
+            self._caches,
+            self._encoder,
+            self.tokenizer,
+            prompt,
+            choices,
+            normalise=normalise,
+            calibrate=calibrate,
+            prefill_step_size=prefill_step_size,
+        )
+
+    def score_many(
+        self,
+        prompts: Iterable[Prompt],
+        choices: Sequence[scoring.Choice] | Sequence[Sequence[scoring.Choice]],
+        *,
+        normalise: scoring.Normalise = "none",
+        calibrate: Prompt | Sequence[Prompt] | None = None,
+        prefill_step_size: int | None = None,
+        progress: Progress | None = None,
+    ) -> list[scoring.ScoreResult]:
+        """Score choices behind many prompts: the same for all, or a list of them for each. In the order of the prompts.
+
+        Prompts that share a prefix are scored one after another. `progress` is called with (prompts done, prompts in
+        all, content-free ones included). Arguments and errors as for `score`.
+        """
+        return scoring.score_many(
+            self._caches,
+            self._encoder,
+            self.tokenizer,
+            prompts,
+            choices,
+            normalise=normalise,
+            calibrate=calibrate,
+            prefill_step_size=prefill_step_size,
+            progress=progress,
+        )
+
+    def rank(self, prompt: Prompt, choices: Iterable[scoring.Choice], **options: Any) -> list[tuple[str, float]]:
+        """Return choices with their scores, the best first. Options and errors as for `score`."""
+        return self.score(prompt, choices, **options).ranked()
+
+    def best(self, prompt: Prompt, choices: Iterable[scoring.Choice], **options: Any) -> str:
+        """Return the text of the most probable choice. Options and errors as for `score`."""
+        return self.score(prompt, choices, **options).best_choice

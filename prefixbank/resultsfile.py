@@ -6,13 +6,14 @@ for a prompt of the same token ids and a run of the same settings, wherever the 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
 
 from prefixbank.errors import ConfigError, StorageError
 
@@ -50,29 +51,45 @@ def prompt_digest(token_ids: bytes) -> str:
 
 
 class ResultsFile:
-    """Read the results that are there, and append others. Raises `ConfigError` and `StorageError`.
+    """Read the results that are there, and append others; one run at a time.
 
     A last line without its end is what a killed run leaves: it is dropped, unless it is whole all the same.
     """
 
     def __init__(self, path: Path, settings_digest: str) -> None:
-        """Read the file, if there is one; nothing is changed before the first append."""
+        """Open the file, or make it, and read it. Raises `ConfigError`, naming the line if one is broken."""
         self._path = path
         self._settings_digest = settings_digest
         self._found: dict[str, list[ResultLine]] = defaultdict(list)
-        self._descriptor: int | None = None
-        self._end, self._ends_open = self._read()
-
-    def _read(self) -> tuple[int, bool]:
-        """Return at which byte to go on, and whether the line before it lacks its end."""
         try:
-            content = self._path.read_bytes()
-        except FileNotFoundError:
-            return 0, False
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         except OSError as exc:
-            raise ConfigError(f"{self._path} can't be read as a results file: {exc.strerror}") from exc
-        lines = content.split(b"\n")
-        torn = lines.pop()
+            raise ConfigError(f"{path} can't be written as a results file: {exc.strerror}") from exc
+        try:
+            if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+                raise ConfigError(f"{path} is no file: give another results_file")
+            self._lock()
+            self._read()
+        except OSError as exc:
+            self.close()
+            raise ConfigError(f"{path} can't be used as a results file: {exc.strerror}") from exc
+        except ConfigError:
+            self.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another run writes to {self._path}: wait for it, or give another results_file"
+            ) from None
+        except OSError:
+            return  # a file system without locks
+
+    def _read(self) -> None:
+        content = self._path.read_bytes()
+        *lines, torn = content.split(b"\n")
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
@@ -81,13 +98,14 @@ class ResultsFile:
                     raise ConfigError(
                         f"{self._path}, line {number}: {exc}; mend or delete that line, or give another results_file"
                     ) from None
+        if not torn:
+            return
         try:
-            if torn.strip():
-                self._take(torn)
-                return len(content), True
+            self._take(torn)
         except ValueError:
-            pass
-        return len(content) - len(torn), False
+            os.ftruncate(self._descriptor, len(content) - len(torn))
+        else:
+            _write(self._descriptor, b"\n")
 
     def _take(self, line: bytes) -> None:
         """Note a line's result. Raises `ValueError` saying what is wrong with the line."""
@@ -121,43 +139,17 @@ class ResultsFile:
         """Write one result behind the others. Raises `StorageError`; the lines before stay."""
         data = json.dumps(asdict(line), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
         try:
-            if self._descriptor is None:
-                self._descriptor = self._open()
             _write(self._descriptor, data + b"\n")
         except OSError as exc:
             raise StorageError(
                 f"{self._path} can't be written: {exc.strerror}; call again with the same file to go on from there"
             ) from exc
 
-    def check_writable(self) -> None:
-        """Open the file for writing now. Raises `ConfigError`."""
-        try:
-            self._descriptor = self._open()
-        except OSError as exc:
-            raise ConfigError(f"{self._path} can't be written as a results file: {exc.strerror}") from exc
-
-    def _open(self) -> int:
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            os.truncate(descriptor, self._end)
-            if self._ends_open:
-                _write(descriptor, b"\n")
-        except OSError:
-            os.close(descriptor)
-            raise
-        return descriptor
-
     def close(self) -> None:
-        """Close the file."""
-        if self._descriptor is not None:
+        """Close the file; closing again does nothing."""
+        if self._descriptor >= 0:
             os.close(self._descriptor)
-            self._descriptor = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+            self._descriptor = -1
 
 
 def _write(descriptor: int, data: bytes) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from prefixbank.chunking import TOKEN_BYTES, common_run
 
@@ -65,7 +66,7 @@ def shared_runs(prompts: Sequence[bytes]) -> SharedRun:
 def n_unique_tokens(prompts: Sequence[bytes]) -> int:
     """Return how many tokens the trie of packed prompts has: those that no two of them share, and shared ones once."""
     order = sorted(prompts)
-    n_shared = sum(common_run(one, other) for one, other in zip(order, order[1:], strict=False))
+    n_shared = sum(common_run(one, other) for one, other in pairwise(order))
     return sum(len(prompt) // TOKEN_BYTES for prompt in order) - n_shared
 
 

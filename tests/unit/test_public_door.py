@@ -15,7 +15,7 @@ NAMES = {
     "open and use": {"PrefixBank", "BankedModel", "FewShotPrompt", "Example", "RenderedPrompt"},
     "results": {
         "BankStats", "BankedResponse", "CheckReport", "Explanation", "Finding", "GenerationResult", "Lease", "Match",
-        "PrefixRecord", "PrunePlan", "Resolved", "Stored", "Warmed",
+        "ManyResult", "PrefixRecord", "PrunePlan", "Resolved", "ScoreResult", "Stored", "Warmed",
     },
     "cache kinds": {"CacheKind", "register_cache_kind"},
     "errors": {

@@ -337,8 +337,9 @@ class BankedModel:
         Args:
             prompts: whole prompts of any kind; all are encoded before anything is computed.
             max_tokens: how many tokens to generate for each at most; -1 for no limit.
-            sampler: as in mlx-lm; None is greedy.
-            logits_processors: as in mlx-lm; they see all token ids of their prompt.
+            sampler: as in mlx-lm; None is greedy. Prompts are answered in another order than they came, so a random
+                seed does not give what one by one would.
+            logits_processors: as in mlx-lm; they see all token ids of their prompt, and must keep nothing in between.
             batch_size: how many answers are decoded together; 1 where mlx-lm can't do it exactly.
             prefill_step_size: how many prompt tokens a step computes.
             hold_back: compute at least the last n tokens of each prompt with it.

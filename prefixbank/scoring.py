@@ -128,13 +128,13 @@ def score_many(
 def _result(scored: ChoiceWeights, free: Sequence[ChoiceWeights], normalise: Normalise) -> ScoreResult:
     """Normalise and calibrate.
 
-    Calibration divides the choices' probabilities by those behind content-free prompts, averaged, and makes their sum
-    one again: the diagonal form of Zhao et al., "Calibrate Before Use" (2021), https://arxiv.org/abs/2102.09690.
+    Calibration divides the choices' probabilities by the sum of those behind content-free prompts (the mean, but for a
+    factor), and makes their sum one again: the diagonal form of Zhao et al., "Calibrate Before Use" (2021), https://arxiv.org/abs/2102.09690.
     """
     scores = _normalised(scored, normalise)
     if free:
         behind_nothing = np.array([_log_softmax(_normalised(blank, normalise)) for blank in free])
-        scores = _log_softmax(_log_softmax(scores) - _log_sum(behind_nothing) + np.log(len(free)))
+        scores = _log_softmax(_log_softmax(scores) - _log_sum(behind_nothing))
     encoded = scored.encoded
     return ScoreResult(
         choices=list(encoded.texts),

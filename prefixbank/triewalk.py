@@ -173,7 +173,6 @@ class TrieWalk:
             self._prefill_step_size,
             None,
             recorder,
-            {run.end},
         )
         self._n_computed += run.end - base.n_tokens
         n_kept = base.n_kept

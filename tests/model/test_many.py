@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import KVCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from prefixbank import BankWarning, Example, FewShotPrompt, PrefixBank
-from prefixbank.decoding import can_batch
+from prefixbank import Example, FewShotPrompt, PrefixBank
 from prefixbank.many import in_order
+from prefixbank.triewalk import TrieWalk
+from prefixbank.values import Match
 from tests.model.manyprompts import (
     HEAD,
     NOT_BATCHED,
@@ -227,22 +228,23 @@ def test_runs_of_a_few_tokens_behind_a_stored_one_are_not_stored(llm: Any, small
     assert sorted(chunk.n_tokens for chunk in small_bank.chunks()) == [5, 16, 16, 16]
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "mamba2"])
-def test_runs_in_runs_are_all_resumed(name: str, models: dict[str, Any], tokenizer: Any, bank_root: Path) -> None:
+@pytest.mark.parametrize("chunk_tokens", [16, 64])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "mamba2"])
+def test_runs_in_runs_are_all_resumed(
+    name: str, chunk_tokens: int, models: dict[str, Any], tokenizer: Any, bank_root: Path
+) -> None:
     """Where states and windows are stored, too: at the end of each run."""
     prompts = ablations()
-    with PrefixBank.open(bank_root, chunk_tokens=16, **FROM_DISK) as bank:
+    with PrefixBank.open(bank_root, chunk_tokens=chunk_tokens, **FROM_DISK) as bank:
         answers(bank.attach(models[name], tokenizer), prompts, max_tokens=2)
     with PrefixBank.open(bank_root, **FROM_DISK) as bank:
         llm = bank.attach(models[name], tokenizer)
         results = answers(llm, prompts, max_tokens=2)
-        longest = [joined(SHOTS[:k]) for k in range(len(SHOTS) + 1) for _ in (1, 2)]
-        # Runs of less than 16 tokens that only few share are computed again.
-        assert sum(r.computed_tokens for r in results) <= sum(
-            len(p) - len(run) + 16 for p, run in zip(prompts, longest, strict=True)
-        )
-        for run in longest:
-            assert llm.match([*run, 1]).n_tokens >= len(run) - 16
+        runs = [joined(SHOTS[:k]) for k in range(len(SHOTS) + 1) for _ in (1, 2)]
+        n_rests = sum(len(prompt) - len(run) for prompt, run in zip(prompts, runs, strict=True))
+        # Runs of less than 16 tokens are computed again: two shots, by the two prompts that end with each.
+        assert sum(result.computed_tokens for result in results) <= n_rests + 2 * (5 + 9)
+        assert all(llm.match([*run, 1]).n_tokens >= len(run) - 9 for run in runs)
         assert bank.check(read_data=True).ok
 
 
@@ -290,71 +292,12 @@ def test_caches_live_no_longer_than_their_part_of_the_trie(llm: Any) -> None:
             assert sum(1 for held in gc.get_objects() if type(held) is KVCache) <= 2 * 5  # two layers each
 
 
-# --- kinds that are not decoded in batches
-
-
-def test_quantised_caches_are_decoded_one_by_one(tokenizer: Any, small_bank: PrefixBank) -> None:
-    from mlx_lm.models import llama
-
-    mx.random.seed(0)
-    args = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 320, "head_dim": 32}
-    model = llama.Model(
-        llama.ModelArgs(model_type="llama", num_attention_heads=2, num_key_value_heads=2, rms_norm_eps=1e-5, **args)
-    )
-    mx.eval(model.parameters())
-    for start in (0, 40):
-        settings = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
-        llm = small_bank.attach(model, tokenizer, **settings)
-        prompts = ablations()
-        for _ in range(2):
-            results = answers(llm, prompts, max_tokens=6)
-            assert not any(result.batched for result in results)
-            assert seen(results) == [cold(llm, prompt, max_tokens=6, **settings) for prompt in prompts]
-            small_bank.flush()
-
-
-def test_windows_that_keep_their_first_rows_are_decoded_one_by_one(llama: Any, tokenizer: Any, bank_root: Path) -> None:
-    class Plain(nn.Module):
-        """A model that brings no cache of its own."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = llama
-            self.layers = llama.layers
-
-        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-            return llama(inputs, cache=cache)
-
-    with PrefixBank.open(bank_root, chunk_tokens=16, **FROM_DISK) as bank:
-        llm = bank.attach(Plain(), tokenizer, max_kv_size=40)
-        results = answers(llm, ablations(), max_tokens=6)
-        assert not any(result.batched for result in results)
-        assert seen(results) == [cold(llm, prompt, max_tokens=6, max_kv_size=40) for prompt in ablations()]
-
-
-class _OwnCache(KVCache):
-    """A cache class that no bank knows."""
-
-
-def test_caches_that_the_bank_does_not_know_are_answered_all_the_same(
-    llama: Any, tokenizer: Any, small_bank: PrefixBank
-) -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = llama
-            self.layers = llama.layers
-
-        def make_cache(self) -> list[Any]:
-            return [_OwnCache() for _ in self.layers]
-
-        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-            return llama(inputs, cache=cache)
-
-    with pytest.warns(BankWarning, match="_OwnCache"):
-        llm = small_bank.attach(Own(), tokenizer)
-    assert not can_batch(llm._caches)
-    prompts = ablations()
-    results = answers(llm, prompts, max_tokens=4)
-    assert seen(results) == [cold(llm, prompt, max_tokens=4) for prompt in prompts]
-    assert sum(result.computed_tokens for result in results) <= 1.01 * n_unique(llm, prompts) + len(prompts)
+def test_loading_pays_for_what_is_not_at_hand_already(llama: Any, tokenizer: Any, bank_root: Path) -> None:
+    found = Match(101, 100, 1, "all", load_s=1.0, compute_s=2.0)
+    with PrefixBank.open(bank_root) as bank:
+        walk = TrieWalk(bank.attach(llama, tokenizer)._caches, [])
+        assert walk._pays(found, 100)
+        assert not walk._pays(found, 40)  # those take 0.8 s
+        assert not walk._pays(found, 0)
+        assert walk._pays(replace(found, in_memory=True), 1)
+        assert walk._pays(replace(found, load_s=None), 1)

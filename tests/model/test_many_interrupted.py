@@ -339,12 +339,15 @@ def test_a_broken_bank_fails_no_answer(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BankWarning)
         llm = broken.attach(build_model(name), tokenizer)
-        prompts = ablations()
+        prompts = [*ablations(), *oddities()]
         if warmed:
             answers(llm, prompts, max_tokens=1)
             broken.flush()
         mend = how(broken)
-        results = answers(llm, prompts, max_tokens=4, results_file=None)
+        n_failures = broken._session.counts["failures"]
+        results = answers(llm, prompts, max_tokens=4)
+        if how is not damage:  # not asked again for each prompt: that would wait for a lock each time
+            assert broken._session.counts["failures"] == n_failures + 1
         mend()
     assert seen(results) == [cold(llm, prompt, max_tokens=4) for prompt in prompts]
     assert sum(result.computed_tokens for result in results) <= 1.01 * n_unique(llm, prompts) + len(prompts)

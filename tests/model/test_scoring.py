@@ -16,11 +16,8 @@ import pytest
 from mlx_lm import stream_generate
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from prefixbank import BankWarning, ConfigError, PrefixBank, PromptError
+from prefixbank import BankWarning, ConfigError, PrefixBank, PromptError, ScoreResult
 from prefixbank.chunking import unpack_token_ids
-from prefixbank.scoring import ScoreResult
-from prefixbank.scoring import score as score_choices
-from prefixbank.scoring import score_many as score_choices_of_many
 from tests.model.test_kinds import ALL, RECURRENT
 from tests.model.test_prompts import CHAT, SHOTS
 from tests.model.tiny import FROM_DISK, build_model, build_tokenizer, random_ids
@@ -41,11 +38,11 @@ run."""
 
 
 def score(llm: Any, prompt: Any, choices: Any, **options: Any) -> ScoreResult:
-    return score_choices(llm._caches, llm._encoder, llm.tokenizer, prompt, choices, **options)
+    return llm.score(prompt, choices, **options)
 
 
 def score_many(llm: Any, prompts: Any, choices: Any, **options: Any) -> list[ScoreResult]:
-    return score_choices_of_many(llm._caches, llm._encoder, llm.tokenizer, prompts, choices, **options)
+    return llm.score_many(prompts, choices, **options)
 
 
 def plain(model: Any, prompt: Sequence[int], choice: Sequence[int]) -> tuple[float, bool]:
@@ -278,6 +275,8 @@ def test_text_choices_behind_shots(llm: Any, small_bank: PrefixBank) -> None:
         assert result.cached_tokens == (n_shared if n_query else 0)
         assert result.best_choice == choices[result.best] == result.ranked()[0][0]
         assert [value for _, value in result.ranked()] == sorted(result.scores, reverse=True)
+        assert llm.best(prompt, choices) == result.best_choice
+        assert [text for text, _ in llm.rank(prompt, choices)] == [text for text, _ in result.ranked()]
     small_bank.flush()
     assert sum(chunk.n_tokens for chunk in small_bank.chunks()) == n_shared
 
@@ -614,15 +613,7 @@ def test_threads_score_behind_one_prefix_at_once(
     models: dict[str, Any],
     tokenizer: Any,
     open_bank: Callable[..., PrefixBank],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def zeros(wanted: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
-        arrays = [mx.zeros(*each) for each in wanted]
-        mx.eval(arrays)
-        return arrays
-
-    # `mx.load` from a file object can stand still beside `mx.clear_cache`: see test_memory_tier.
-    monkeypatch.setattr("prefixbank.kvcache.assemble.allocate", zeros)
     model = models[name]
     llm = open_bank().attach(model, tokenizer)
     llm.warm(PROMPT)

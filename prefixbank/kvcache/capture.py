@@ -127,7 +127,7 @@ def held_arrays(prompt_cache: Sequence[Any]) -> list[mx.array]:
 
 def held_bytes(prompt_cache: Sequence[Any]) -> int:
     """Return the bytes of all arrays that the caches hold, room for more rows included."""
-    attributes = [list(vars(leaf).values()) for leaf in leaf_caches(prompt_cache)]
+    attributes = [list(getattr(leaf, "__dict__", {}).values()) for leaf in leaf_caches(prompt_cache)]
     return sum(leaf.nbytes for _, leaf in tree_flatten(attributes) if isinstance(leaf, mx.array))
 
 

@@ -197,7 +197,7 @@ class PromptCaches:
             found = Match(n_tokens, 0, 0, REASON_COMPUTED, loading_pays=False)
             return self._resolved(new_prompt_cache(self.model, self.options), encoded.token_ids, found)
         found = self.match(encoded, hold_back)
-        return self.load(encoded.token_ids, found, max(reserve, 0), lend=lend)
+        return self.load(encoded.token_ids, found, max(reserve, 0), lend=lend, hold_back=hold_back)
 
     def _is_too_short(self, encoded: EncodedPrompt, hold_back: int) -> bool:
         """Tell whether computing the whole prompt is faster than the smallest load: then it is not looked for."""
@@ -218,15 +218,17 @@ class PromptCaches:
         estimate = Estimate(found.load_s, found.compute_s)
         return self.session.rates.should_load(self.identity.known[0], estimate)
 
-    def load(self, token_ids: bytes, found: Match, reserve: int, *, lend: bool = False) -> Resolved:
+    def load(self, token_ids: bytes, found: Match, reserve: int, *, lend: bool = False, hold_back: int = 0) -> Resolved:
         """Return the prompt cache of a match of packed token ids, as far as its shards are whole."""
+        limit = found.n_prompt_tokens - max(hold_back, 1)
         if found.in_memory:
             resolved = self._from_memory(token_ids, found, lend=lend)
             if resolved is not None:
                 return resolved
             found = self._find_again(token_ids, found)
         if found.n_tokens and not self._should_load(found):
-            if (kept := self._from_memory_instead(token_ids, replace(found, n_tokens=0), lend=lend)) is not None:
+            kept = self._from_memory_instead(token_ids, replace(found, n_tokens=0), limit, lend=lend)
+            if kept is not None:
                 return kept
             self.session.count(computed_by_choice=1)
             found = replace(found, n_tokens=0, n_bytes=0, reason=REASON_COMPUTED, chunks=())
@@ -241,8 +243,10 @@ class PromptCaches:
                 found = replace(found, n_tokens=0, n_bytes=0, reason=REASON_UNAVAILABLE, chunks=())
             else:
                 found, prompt_cache, seed = loaded.match, loaded.prompt_cache, loaded.seed
-                if loaded.failures and (kept := self._from_memory_instead(token_ids, found, lend=lend)) is not None:
-                    return kept
+                if loaded.failures:
+                    kept = self._from_memory_instead(token_ids, found, limit, lend=lend)
+                    if kept is not None:
+                        return kept
         if found.n_tokens:
             self.note_use(found)
         else:
@@ -285,9 +289,12 @@ class PromptCaches:
         self.note_use(found)
         return self._resolved(prompt_cache, token_ids, found, kept.seed, lent_by)
 
-    def _from_memory_instead(self, token_ids: bytes, found: Match, *, lend: bool) -> Resolved | None:
-        """Return what memory has of a prompt, if that is more than what was left of a match whose shards failed."""
-        in_memory = self._find_in_memory(token_ids, found.n_prompt_tokens - 1)
+    def _from_memory_instead(self, token_ids: bytes, found: Match, limit: int, *, lend: bool) -> Resolved | None:
+        """Return what memory has of a prompt, if that is more than what was left of a match whose shards failed.
+
+        `limit` tokens are taken at most.
+        """
+        in_memory = self._find_in_memory(token_ids, limit)
         if in_memory is None or in_memory[1] <= found.n_tokens:
             return None
         found = replace(found, n_tokens=in_memory[1], n_bytes=0, in_memory=True, n_file_tokens=found.n_tokens)

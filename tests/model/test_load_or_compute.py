@@ -292,6 +292,20 @@ def test_files_that_hold_more_than_memory_do_not_hide_it_where_computing_is_fast
     assert resolved.cached_tokens == 50
 
 
+def test_memory_that_takes_the_files_place_leaves_what_is_held_back(open_bank: Open, tokenizer: Any) -> None:
+    """Memory holds 58 tokens, which a window's cache gives only whole, files any; 10 of 60 are to be computed."""
+    bank = open_bank(memory_bytes="1GB")
+    llm = bank.attach(build_model("gemma3_text"), tokenizer)
+    prompt = random_ids(60)
+    llm.warm(prompt[:58])
+    bank._session.rates = RateBook()
+    assert llm.resolve([*prompt[:58], 1]).cached_tokens == 58
+    let_computing_be_faster(llm)
+    resolved = llm.resolve(prompt, hold_back=10)
+    goes_on_right(llm, prompt, resolved)
+    assert resolved.cached_tokens <= 50
+
+
 # --- what is said of it
 
 

@@ -143,6 +143,18 @@ def test_prefixes_are_taken_in_part_from_caches_that_can_be_cut_and_whole_from_o
     goes_on_right(llm, PROMPTS[1], llm.resolve(PROMPTS[1]))
 
 
+def test_lending_a_part_leaves_the_whole(llm: Any, bank: PrefixBank) -> None:
+    llm.warm(SHARED)
+    prompt = SHARED[:33] + random_ids(5, seed=5)
+    with llm.checkout(prompt) as lease:
+        assert (lease.match.in_memory, lease.cached_tokens, kept(bank)) == (True, 33, [50])
+        goes_on_right(llm, prompt, lease)
+    assert kept(bank) == [33, 50]
+    assert answers_as_cold(llm, SHARED[:20] + random_ids(5, seed=6)) == 20
+    assert kept(bank) == [20, 33, 50]
+    goes_on_right(llm, PROMPTS[0], llm.resolve(PROMPTS[0]))
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_generations_from_memory_give_the_cold_texts(
     name: str, models: dict[str, Any], tokenizer: Any, bank: PrefixBank

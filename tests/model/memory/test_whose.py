@@ -102,6 +102,13 @@ def test_removing_and_pruning_empty_the_memory(llm: Any, bank: PrefixBank, drop:
     goes_on_right(llm, PROMPTS[0], llm.resolve(PROMPTS[0]))
 
 
+def test_closing_empties_the_memory(llm: Any, bank: PrefixBank) -> None:
+    llm.warm(SHARED)
+    assert kept(bank) == [50]
+    bank.close()
+    assert (kept(bank), bank._session.memory.n_bytes) == ([], 0)
+
+
 def test_plans_drop_nothing_from_memory(llm: Any, bank: PrefixBank) -> None:
     llm.warm(SHARED, name="shots")
     before = bank.stats().memory_bytes

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefixbank import resolver
-from prefixbank.chunking import TOKEN_BYTES, common_run, unpack_token_ids
+from prefixbank.advice.hints import hint
+from prefixbank.chunking import TOKEN_BYTES, common_run, pack_token_ids, unpack_token_ids
 from prefixbank.values import ChunkRecord, Match, Namespace
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["Explanation", "explain"]
 
 _SHOWN_TOKENS = 8
+_LOOKED_AT_TOKENS = 24
+"""How many tokens before and behind the point are looked at for a cause."""
+_LEAST_MOVED_TOKENS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,8 @@ class Explanation:
     stored); `prompt_token` and `stored_token` are the ids there and `prompt_text` and `stored_text` what follows, as
     text; the stored ones are None where nothing is stored behind the match. `prefix_names` are names of prefixes that
     the match ends in. `reason` is one sentence. `load_s`, `compute_s` and `loading_pays` are the match's: whether it
-    will be loaded, and what that rests on.
+    will be loaded, and what that rests on. `hint` names the cause where it is recognised: a date, time or id that
+    differs, white space, another order of examples, a seam between tokens.
     """
 
     n_prompt_tokens: int
@@ -41,6 +46,7 @@ class Explanation:
     load_s: float | None = None
     compute_s: float | None = None
     loading_pays: bool = True
+    hint: str | None = None
 
     def __str__(self) -> str:
         text = f"{self.n_matched_tokens} of {self.n_prompt_tokens} tokens are stored: {self.reason}"
@@ -50,6 +56,8 @@ class Explanation:
         if self.stored_token is not None:
             text += f"\n  here   {self.prompt_token} {self.prompt_text!r}"
             text += f"\n  stored {self.stored_token} {self.stored_text!r}"
+        if self.hint is not None:
+            text += f"\n  looks like {self.hint}"
         return text
 
 
@@ -70,7 +78,8 @@ def explain(
         return Explanation(n_prompt, at, None, None, None, None, None, names, reason, *costs)
     here = unpack_token_ids(token_ids[at * TOKEN_BYTES :][: _SHOWN_TOKENS * TOKEN_BYTES])
     no_state = found.reason == resolver.REASON_NO_STATE
-    stored = [] if no_state else _stored_behind(session, namespace, found, token_ids)
+    record = None if no_state else _stored_behind(session, namespace, found, token_ids)
+    stored = [] if record is None else _from_offset(record, at, _SHOWN_TOKENS)
     if stored:
         reason = f"token {at} differs from what is stored there"
     elif found.reason == resolver.REASON_NO_STATE:
@@ -97,7 +106,40 @@ def explain(
         load_s=found.load_s,
         compute_s=found.compute_s,
         loading_pays=found.loading_pays,
+        hint=_hint(session, namespace, token_ids, at, record, decode) if record is not None and stored else None,
     )
+
+
+def _hint(
+    session: BankSession,
+    namespace: Namespace,
+    token_ids: bytes,
+    at: int,
+    record: ChunkRecord,
+    decode: Callable[[Sequence[int]], str],
+) -> str | None:
+    """Return the recognised cause of the difference between a prompt and the stored chunk at token `at`."""
+    before = unpack_token_ids(token_ids[: at * TOKEN_BYTES][-_LOOKED_AT_TOKENS * TOKEN_BYTES :])
+    here = unpack_token_ids(token_ids[at * TOKEN_BYTES :][: _LOOKED_AT_TOKENS * TOKEN_BYTES])
+    stored = _from_offset(record, at, _LOOKED_AT_TOKENS)
+    is_whole = record.end == at + len(stored)
+    return hint(
+        decode(before) if before else "",
+        decode(here),
+        decode(stored),
+        stored_ends=is_whole and not session.next_chunks(namespace, record.key),
+        later_at=_find_behind(token_ids, at, pack_token_ids(stored)),
+    )
+
+
+def _find_behind(token_ids: bytes, at: int, wanted: bytes) -> int | None:
+    """Return the offset behind token `at` where the wanted packed ids come, whole; None for few ids or no place."""
+    if len(wanted) < _LEAST_MOVED_TOKENS * TOKEN_BYTES:
+        return None
+    place = token_ids.find(wanted, (at + 1) * TOKEN_BYTES)
+    while place % TOKEN_BYTES and place > 0:
+        place = token_ids.find(wanted, place + 1)
+    return place // TOKEN_BYTES if place > 0 else None
 
 
 def _names(session: BankSession, found: Match) -> tuple[str, ...]:
@@ -107,21 +149,20 @@ def _names(session: BankSession, found: Match) -> tuple[str, ...]:
     return tuple(prefix.name for prefix in session.prefixes() if prefix.chunk_key == last)
 
 
-def _stored_behind(session: BankSession, namespace: Namespace, found: Match, token_ids: bytes) -> list[int]:
-    """Return a few token ids that are stored where the match ends, or []."""
+def _stored_behind(session: BankSession, namespace: Namespace, found: Match, token_ids: bytes) -> ChunkRecord | None:
+    """Return the chunk that holds what is stored where the match ends, None where nothing is."""
     at = found.n_tokens
     chain = list(found.chunks)
     if chain and chain[-1].end > at:  # the match ends inside this chunk
-        return _from_offset(chain[-1], at)
+        return chain[-1]
     siblings = session.next_chunks(namespace, chain[-1].key if chain else None)
     rest = token_ids[at * TOKEN_BYTES :]
-    closest = max(siblings, key=lambda s: common_run(s.token_ids, rest), default=None)
-    return _from_offset(closest, at) if closest is not None else []
+    return max(siblings, key=lambda s: common_run(s.token_ids, rest), default=None)
 
 
-def _from_offset(record: ChunkRecord, at: int) -> list[int]:
+def _from_offset(record: ChunkRecord, at: int, n_tokens: int) -> list[int]:
     low = (at - record.start) * TOKEN_BYTES
-    return unpack_token_ids(record.token_ids[low : low + _SHOWN_TOKENS * TOKEN_BYTES])
+    return unpack_token_ids(record.token_ids[low : low + n_tokens * TOKEN_BYTES])
 
 
 def _reason_of_nothing(session: BankSession, namespace: Namespace, token_ids: bytes) -> str:

@@ -14,7 +14,14 @@ from mlx_lm.utils import dequantize_model, load, load_adapters
 from prefixbank.blas import blas_came_too_late
 from prefixbank.errors import ConfigError
 
-__all__ = ["BLAS_TOO_LATE", "CONVERTED", "computes_without_blas", "load_model_and_tokenizer", "local_folder"]
+__all__ = [
+    "BLAS_TOO_LATE",
+    "CONVERTED",
+    "computes_without_blas",
+    "load_model_and_tokenizer",
+    "load_tokenizer",
+    "local_folder",
+]
 
 CONVERTED = "float32"
 """What the fingerprint says of a model that was turned into float32 at load."""
@@ -39,6 +46,20 @@ def local_folder(path_or_hub_id: str) -> Path:
         raise ConfigError(
             f"the model {path_or_hub_id!r} is no folder and could not be downloaded: {str(exc).splitlines()[0]}"
         ) from exc
+
+
+def load_tokenizer(path_or_hub_id: str) -> Any:
+    """Return a model's tokenizer wrapper without its weights: they are neither downloaded nor read.
+
+    Raises `ConfigError` where mlx-lm can't load it.
+    """
+    from mlx_lm import utils
+
+    try:
+        return utils.load_tokenizer(path_or_hub_id)
+    except Exception as exc:
+        reason = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
+        raise ConfigError(f"the tokenizer of {path_or_hub_id!r} can't be loaded: {reason}") from exc
 
 
 def load_model_and_tokenizer(

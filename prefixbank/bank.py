@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,9 @@ from prefixbank.shards import disk_bytes
 from prefixbank.values import ChunkRecord, Namespace, PrefixRecord, Rates
 
 if TYPE_CHECKING:
+    from prefixbank.fewshot import FewShotPrompt
     from prefixbank.model import BankedModel
+    from prefixbank.prefixfiles import PrefixFile
 
 __all__ = ["BankStats", "PrefixBank"]
 
@@ -32,9 +34,10 @@ class BankStats:
 
     `disk_bytes` are the shards' bytes on disk in whole blocks, `max_bytes` their budget (None: no limit). `session`
     counts since the bank was opened: `matches`, `hits`, `memory_hits`, `computed_by_choice` (where loading would have
-    taken longer), `cached_tokens`, `computed_tokens`, `stored_chunks`, `written_bytes`, `refused_stores` (no budget),
-    `skipped_stores` (the queue was full), `failed_stores`, `failures`; `unsupported` counts attempts by the cause that
-    kept a model out of the bank. `rates` are the measured speeds by namespace and device.
+    taken longer), `cached_tokens`, `computed_tokens`, `loaded_tokens` (from disk), `stored_chunks`, `written_bytes`,
+    `refused_stores` (no budget), `skipped_stores` (the queue was full), `failed_stores`, `failures`; `unsupported`
+    counts attempts by the cause that kept a model out of the bank. `rates` are the measured speeds by namespace and
+    device.
     """
 
     root: Path
@@ -208,6 +211,29 @@ class PrefixBank:
         if name is not None and not found:
             raise UnknownPrefixError(f"no prefix is named {name!r}: `prefixbank ls` lists the names")
         return found
+
+    def prefix_files(self) -> list[PrefixFile]:
+        """Return the few-shot prompts in the bank's folder `prefixes/`, each with what is stored of it and its state.
+
+        Stored few-shot prompts that no file is of follow them. Broken files are among them, with their error.
+        """
+        from prefixbank.prefixfiles import PrefixFiles  # late, here and below: 12 ms
+
+        return PrefixFiles(self.root).with_stored(
+            self.prefixes(), lambda prefix: prefix.n_stored_tokens(self.chain(prefix))
+        )
+
+    def few_shot(
+        self, name: str, *, k: int | None = None, variables: Mapping[str, str | int | float] | None = None
+    ) -> FewShotPrompt:
+        """Return the few-shot prompt of a file in `prefixes/`, as it is now.
+
+        `k` takes its first examples only, and `variables` are used in place of the file's values; such a variation has
+        a name of its own. Raises `UnknownPrefixError`, and `PromptError` for a broken file.
+        """
+        from prefixbank.prefixfiles import PrefixFiles
+
+        return PrefixFiles(self.root).find(name).read(k=k, variables=variables)
 
     def namespaces(self, *, empty: bool = False) -> list[NamespaceUsage]:
         """Return the models that have something in the bank, with what it takes; with `empty` all that ever had."""

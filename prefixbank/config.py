@@ -12,6 +12,7 @@ from prefixbank.errors import ConfigError
 
 __all__ = [
     "BANK_FILE",
+    "PREFIXES_FOLDER",
     "BankOptions",
     "Durability",
     "LoadRule",
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 BANK_FILE = "bank.json"
+PREFIXES_FOLDER = "prefixes"
 ENV_HOME = "PREFIXBANK_HOME"
 
 Durability = Literal["full", "fast"]

@@ -7,7 +7,7 @@ first, files after the commit: a crash between leaves a file that nothing names,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from prefixbank.index import Index, chunk_rows, prefix_rows
 from prefixbank.shards import FileOnDisk, ShardStore, disk_bytes
-from prefixbank.values import ChunkKey, ChunkRecord
+from prefixbank.values import ChunkKey, ChunkRecord, PrefixRecord
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
@@ -138,9 +138,29 @@ def _removable(
 def plan_removal(tx: sa.Connection, prefix_name: str) -> PrunePlan:
     """Return the chunks that only the prefixes of one name need: no other name, no longer prompt stands on them."""
     prefixes = prefix_rows.list_all(tx)
-    others = {p.chunk_key for p in prefixes if p.name != prefix_name and p.chunk_key is not None}
-    needed = prefix_rows.chain_keys(tx, others)
-    ends = {p.chunk_key for p in prefixes if p.name == prefix_name and p.chunk_key is not None}
+    return _plan_unneeded(
+        tx, [p for p in prefixes if p.name == prefix_name], [p for p in prefixes if p.name != prefix_name]
+    )
+
+
+def plan_replaced(tx: sa.Connection, old: PrefixRecord, still_needed: Set[ChunkKey] = frozenset()) -> PrunePlan:
+    """Return the chunks that only a named prefix needs whose name moves on, or did, to another.
+
+    Its name may still be its own; `still_needed` are chunks that the other is going to stand on.
+    """
+    others = [prefix for prefix in prefix_rows.list_all(tx) if prefix != old]
+    return _plan_unneeded(tx, [old], others, still_needed)
+
+
+def _plan_unneeded(
+    tx: sa.Connection,
+    prefixes: Iterable[PrefixRecord],
+    others: Iterable[PrefixRecord],
+    still_needed: Set[ChunkKey] = frozenset(),
+) -> PrunePlan:
+    """Return the chunks that the one prefixes stand on, and neither the others nor a longer prompt does."""
+    needed = prefix_rows.chain_keys(tx, {p.chunk_key for p in others if p.chunk_key is not None}) | still_needed
+    ends = {p.chunk_key for p in prefixes if p.chunk_key is not None}
     records = chunk_rows.find(tx, list(prefix_rows.chain_keys(tx, ends) - needed))
     # The states kept inside the prefix go with it.
     inside = [tail for record in records.values() for tail in chunk_rows.shorter_siblings(tx, record, with_state=True)]

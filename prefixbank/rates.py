@@ -157,6 +157,15 @@ class RateBook:
                 None if computing is None else computing[1] * n_tokens,
             )
 
+    def whole_time(self, namespace: Namespace, n_tokens: int, n_bytes: int) -> Estimate:
+        """Return what computing so many tokens, and loading so many bytes, take in all, fixed parts included."""
+        with self._lock:
+            lines = self._of(namespace)
+            return Estimate(
+                (lines.load.seconds(n_bytes) if lines.n_loads >= _LEAST_LOADS else None) if n_bytes else 0.0,
+                lines.compute.seconds(n_tokens) if n_tokens else 0.0,
+            )
+
     def should_load(self, namespace: Namespace, estimate: Estimate) -> bool:
         """Tell whether to load now: as the estimate says, but where it is close not each time.
 

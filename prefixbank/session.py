@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +36,7 @@ from prefixbank.shards import ShardStore
 from prefixbank.values import ChunkKey, ChunkRecord, Match, Namespace, PrefixRecord, WeightsFile
 from prefixbank.writes import WriteQueue
 
-__all__ = ["MAX_READERS", "BankSession"]
+__all__ = ["MAX_READERS", "BankSession", "require_prefix_name"]
 
 _NAME = re.compile(r"[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]{0,199}")
 MAX_READERS = min(16, os.cpu_count() or 1)
@@ -250,6 +250,7 @@ class BankSession:
         loaded = restoring.load(found, layout, self.shards, self._readers, reserve)
         if not loaded.failures:
             self.rates.loaded(namespace, found.n_bytes, time.perf_counter() - started_at)
+        self.count(loaded_tokens=loaded.match.n_tokens)
         for record, error in loaded.failures:
             self._lost.add(record.key)
             self.warn(type(error).__name__, f"{error}: its tokens are computed again")
@@ -326,12 +327,32 @@ class BankSession:
             self.warn("refused", f"a prefix was not stored whole: {stored.refused}")
         return stored
 
-    def name_prefix(self, prefix: PrefixRecord) -> None:
-        """Give a stored prefix a name, in place of what had it. Raises `ConfigError` for a name that can't be one."""
-        if not _NAME.fullmatch(prefix.name):
-            raise ConfigError(f"{prefix.name!r} can't be a prefix name: use 1 to 200 printable characters")
+    def plan_shards(self, namespace: Namespace, token_ids: bytes, source: storing.Held) -> dict[ChunkKey, int]:
+        """Return the bytes of each shard that storing packed token ids would write."""
+        return storing.plan_shards(self.index, namespace, token_ids, self.chunk_tokens, source)
+
+    def name_prefix(self, prefix: PrefixRecord, old: PrefixRecord | None = None, keep_as: str | None = None) -> bool:
+        """Give a stored prefix a name, in place of what had it. Raises `ConfigError` for a name that can't be one.
+
+        With `keep_as`, `old`, if it still has the name, is called that from now on; returns whether it is. Its pin
+        stays with both.
+        """
+        require_prefix_name(prefix.name)
+        kept = False
         with self.index.writing() as tx:
+            if old is not None and keep_as is not None and (kept := prefix_rows.rename(tx, old, keep_as)):
+                prefix = replace(prefix, pinned=prefix.pinned or old.pinned)
             prefix_rows.name(tx, prefix)
+        return kept
+
+    def plan_replaced(self, old: PrefixRecord, still_needed: Set[ChunkKey] = frozenset()) -> eviction.PrunePlan:
+        """Return the chunks that only a prefix stands on whose name moves on; see `eviction.plan_replaced`."""
+        with self.index.reading() as tx:
+            return eviction.plan_replaced(tx, old, still_needed)
+
+    def drop_replaced(self, old: PrefixRecord) -> eviction.PrunePlan:
+        """Delete the chunks that only a prefix stands on whose name has moved on; returns what went."""
+        return eviction.execute(self.index, self.shards, self.plan_replaced(old))
 
     def prefixes(self, name: str | None = None) -> list[PrefixRecord]:
         """Return the named prefixes, or those of one name."""
@@ -355,6 +376,12 @@ class BankSession:
     @cached_property
     def _readers(self) -> restoring.Readers:
         return restoring.Readers(MAX_READERS)
+
+
+def require_prefix_name(name: str) -> None:
+    """Raise `ConfigError` for what can't be a prefix name."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} can't be a prefix name: use 1 to 200 printable characters")
 
 
 def _open_index(path: Path, options: BankOptions) -> Index:

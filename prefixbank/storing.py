@@ -32,14 +32,14 @@ from prefixbank.values import ChunkKey, ChunkRecord, Namespace
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
-__all__ = ["RowSource", "Stored", "store"]
+__all__ = ["Held", "RowSource", "Stored", "plan_shards", "store"]
 
 _GROUP_BYTES = 256 << 20
 """About how much is written before its rows are committed: a long store that is killed keeps most of its work."""
 
 
-class RowSource(Protocol):
-    """Give out what a prompt cache holds, in the order of a shard (`kvcache.capture.CacheRecorder`)."""
+class Held(Protocol):
+    """Know what a prompt cache holds: all that a plan asks of one."""
 
     def has_rows(self, start: int, n_tokens: int) -> bool:
         """Tell whether the rows of the tokens `[start, start + n_tokens)` are known."""
@@ -48,6 +48,10 @@ class RowSource(Protocol):
     def state_ends(self) -> list[int]:
         """Return the token offsets at which states of recurrent layers are known, sorted."""
         ...
+
+
+class RowSource(Held, Protocol):
+    """Give out what a prompt cache holds, in the order of a shard (`kvcache.capture.CacheRecorder`)."""
 
     def state_runs(self, end: int) -> Iterator[Buffer]:
         """Yield the states after `end` tokens."""
@@ -83,8 +87,23 @@ class _Draft:
 
     record: ChunkRecord
     header: bytes
-    disk_bytes: int
+    n_bytes: int
     row: ChunkRecord | None
+
+    @property
+    def disk_bytes(self) -> int:
+        """Return what the shard will take on disk."""
+        return disk_bytes(self.n_bytes)
+
+
+def plan_shards(
+    index: Index, namespace: Namespace, token_ids: bytes, chunk_tokens: int, source: Held
+) -> dict[ChunkKey, int]:
+    """Return the bytes of each shard that `store` would write. Changes nothing."""
+    layout = CacheLayout.from_json(namespace.layout)
+    with index.reading() as tx:
+        _, drafts = _plan(tx, namespace, token_ids, chunk_tokens, layout, source)
+    return {draft.record.key: draft.n_bytes for draft in drafts}
 
 
 def store(
@@ -162,7 +181,7 @@ def _plan(
     token_ids: bytes,
     chunk_tokens: int,
     layout: CacheLayout,
-    source: RowSource,
+    source: Held,
 ) -> tuple[list[ChunkRecord], list[_Draft]]:
     """Return the chunks of the prefix that are there, and drafts of those that are not, each from the root on.
 
@@ -267,7 +286,7 @@ def _draft(record: ChunkRecord, row: ChunkRecord | None, layout: CacheLayout, na
         with_state=record.has_state,
     )
     n_bytes = len(header) + layout.data_bytes(record.n_tokens, with_state=record.has_state)
-    return _Draft(record, header, disk_bytes(n_bytes), row)
+    return _Draft(record, header, n_bytes, row)
 
 
 def _groups(drafts: list[_Draft]) -> Iterator[list[_Draft]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -88,6 +89,12 @@ class PrefixRecord:
     pinned: bool
     source_digest: str
     created_at: int
+
+    def n_stored_tokens(self, chain: Sequence[ChunkRecord]) -> int:
+        """Return how many of its tokens can be resumed; `chain` are its chunks from the root on, [] if evicted."""
+        if not chain:
+            return 0
+        return next((record.start for record in chain if record.file_name is None), self.n_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_BUSY_TIMEOUT_S",
+    "PASSING_ON",
     "BankChoice",
     "DryRunOption",
     "JsonOption",
@@ -28,6 +29,13 @@ DEFAULT_BUSY_TIMEOUT_S = 15.0
 
 NO_LIMIT = 2**63 - 1
 """The budget with which maintenance opens a bank: it removes what it is told to, not what the budget asks for."""
+
+PASSING_ON: dict[str, Any] = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
+"""The settings of a verb that passes on the options that it does not know, to a command of mlx-lm."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", "-n", help="Print what would be done, and change nothing.")]

@@ -58,7 +58,7 @@ def silence_stdout() -> None:
 def say(message: str, kind: str = "") -> None:
     """Say something in one line on stderr."""
     with suppress(OSError):  # nobody listens
-        _write(sys.stderr, f"prefixbank: {kind}{_one_line(message)}")
+        _write(sys.stderr, f"prefixbank: {kind}{_printable(_one_line(message))}")
 
 
 @contextmanager

@@ -7,18 +7,22 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from prefixbank.cli.output import table, utc, yes_no
-from prefixbank.config import format_size
+from prefixbank.config import PREFIXES_FOLDER, format_size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from prefixbank.bank import PrefixBank
     from prefixbank.eviction import PrunePlan
     from prefixbank.index.namespace_rows import NamespaceUsage
+    from prefixbank.prefixfiles import PrefixFiles
     from prefixbank.values import ChunkKey, ChunkRecord, PrefixRecord
 
 __all__ = [
     "Fields",
     "Holdings",
     "chunks_table",
+    "files_table",
     "namespace_fields",
     "namespaces_table",
     "plan_text",
@@ -28,7 +32,7 @@ __all__ = [
 
 Fields = dict[str, Any]
 
-_NUMBERS = ("start", "tokens", "bytes", "hits", "chunks")
+_NUMBERS = ("start", "tokens", "bytes", "hits", "chunks", "examples")
 
 
 class Holdings:
@@ -47,6 +51,15 @@ class Holdings:
     def chunks(self) -> dict[ChunkKey, ChunkRecord]:
         """Return all chunks by their key."""
         return {record.key: record for record in self._bank.chunks()}
+
+    @cached_property
+    def files(self) -> PrefixFiles | None:
+        """Return the few-shot files of the bank; None where it has no folder for them."""
+        if not (self.root / PREFIXES_FOLDER).exists():
+            return None
+        from prefixbank.prefixfiles import PrefixFiles  # late: 12 ms
+
+        return PrefixFiles(self.root)
 
     def chain(self, prefix: PrefixRecord) -> list[ChunkRecord]:
         """Return the chunks of a named prefix from the root on; [] once it was evicted."""
@@ -86,8 +99,7 @@ class Holdings:
     def prefix_fields(self, prefix: PrefixRecord) -> Fields:
         """Return a named prefix as fields; `n_stored_tokens` of its `n_tokens` can be resumed."""
         chain = self.chain(prefix)
-        lost_at = next((record.start for record in chain if record.file_name is None), prefix.n_tokens)
-        n_stored_tokens = lost_at if chain else 0
+        n_stored_tokens = prefix.n_stored_tokens(chain)
         return {
             "name": prefix.name,
             **self.whose(prefix.namespace_id),
@@ -98,10 +110,49 @@ class Holdings:
             "pinned": prefix.pinned,
             "stored": n_stored_tokens == prefix.n_tokens,
             "source_digest": prefix.source_digest or None,
+            **self._fields_of_file(prefix, n_stored_tokens),
             "chunk_key": None if prefix.chunk_key is None else prefix.chunk_key.hex(),
             "created_at": utc(prefix.created_at),
             "last_used_at": utc(chain[-1].last_used_at) if chain else None,
         }
+
+    def file_fields(self) -> list[Fields]:
+        """Return the few-shot files, and few-shot prompts without a file, with what is stored of them, as fields."""
+        return [
+            {
+                "name": file.name,
+                "prefix_file": self._relative(file.path),
+                "n_examples": None if file.shots is None else len(file.shots.examples),
+                "source_digest": None if file.shots is None else file.shots.source_digest,
+                "error": file.error or None,
+                "stored": [
+                    {
+                        "name": version.prefix.name,
+                        **self.whose(version.prefix.namespace_id),
+                        "n_tokens": version.prefix.n_tokens,
+                        "n_stored_tokens": version.n_stored_tokens,
+                        "source_digest": version.prefix.source_digest,
+                        "file_state": version.state,
+                    }
+                    for version in file.stored
+                ],
+            }
+            for file in self._bank.prefix_files()
+        ]
+
+    def _fields_of_file(self, prefix: PrefixRecord, n_stored_tokens: int) -> Fields:
+        """Return the fields that say how a named prefix and its file compare."""
+        if self.files is None:
+            return {"prefix_file": None, "file_state": "no file" if prefix.source_digest else None}
+        file = self.files.file_of(prefix.name) if prefix.source_digest else None
+        return {
+            "prefix_file": None if file is None else self._relative(file.path),
+            "file_state": self.files.state_of(prefix, n_stored_tokens),
+        }
+
+    def _relative(self, path: Path | None) -> str | None:
+        """Return a path relative to the bank root."""
+        return None if path is None else path.relative_to(self.root).as_posix()
 
     def plan_fields(self, plan: PrunePlan) -> Fields:
         """Return what a plan removes as fields."""
@@ -127,8 +178,9 @@ def namespace_fields(usage: NamespaceUsage) -> Fields:
     }
 
 
-def prefixes_table(prefixes: Sequence[Fields]) -> str:
-    """Return named prefixes, as fields, as a table."""
+def prefixes_table(prefixes: Sequence[Fields], *, show_file: bool = False) -> str:
+    """Return named prefixes, as fields, as a table; with how they and their files compare."""
+    headers = ["name", "model", "tokens", "bytes", "pinned", "stored", "last used"]
     rows = [
         [
             p["name"],
@@ -141,7 +193,23 @@ def prefixes_table(prefixes: Sequence[Fields]) -> str:
         ]
         for p in prefixes
     ]
-    return table(["name", "model", "tokens", "bytes", "pinned", "stored", "last used"], rows, right=_NUMBERS)
+    if show_file:
+        headers.append("file")
+        for row, prefix in zip(rows, prefixes, strict=True):
+            row.append(prefix["file_state"] or "-")
+    return table(headers, rows, right=_NUMBERS)
+
+
+def files_table(files: Sequence[Fields]) -> str:
+    """Return few-shot files, as fields, as a table with a row for each stored version."""
+    rows = []
+    for file in files:
+        nothing = {"name": file["name"], "label": "-", "n_tokens": "-"}
+        nothing["file_state"] = "broken" if file["error"] else "not warmed"
+        for version in file["stored"] or [nothing]:
+            cells = (version["name"], file["prefix_file"], file["n_examples"], version["label"], version["n_tokens"])
+            rows.append([*("-" if cell is None else str(cell) for cell in cells), version["file_state"] or "-"])
+    return table(["name", "file", "examples", "model", "tokens", "state"], rows, right=_NUMBERS)
 
 
 def stored_text(prefix: Fields) -> str:

@@ -85,12 +85,20 @@ def _prefix_text(prefix: Fields) -> str:
         f"  stored     {stored_text(prefix)}",
         f"  pinned     {yes_no(prefix['pinned'])}",
         f"  source     {prefix['source_digest'] or '-'}",
+        f"  file       {_file_text(prefix)}",
         f"  created    {prefix['created_at']}",
         f"  last used  {prefix['last_used_at'] or '-'}",
     ]
     if prefix["chunks"]:
         lines += ["", chunks_table(prefix["chunks"], show_file=True)]
     return "\n".join(lines)
+
+
+def _file_text(prefix: Fields) -> str:
+    """Say which few-shot file a named prefix was made of, and how they compare."""
+    if prefix["prefix_file"] is None:
+        return "-"
+    return f"{prefix['prefix_file']} ({prefix['file_state'] or 'not compared'})"
 
 
 def _chunk_text(chunk: Fields) -> str:

@@ -10,7 +10,7 @@ from prefixbank.index.chunk_rows import KEYS_PER_QUERY
 from prefixbank.schema import chunks, prefixes
 from prefixbank.values import ChunkKey, PrefixRecord
 
-__all__ = ["delete", "list_all", "move", "name", "pinned_chain_keys", "set_pinned"]
+__all__ = ["delete", "list_all", "move", "name", "pinned_chain_keys", "rename", "set_pinned"]
 
 
 def _from_row(row: sa.Row[tuple[object, ...]]) -> PrefixRecord:
@@ -55,6 +55,19 @@ def name(tx: sa.Connection, prefix: PrefixRecord) -> None:
             created_at=prefix.created_at,
         )
     )
+
+
+def rename(tx: sa.Connection, prefix: PrefixRecord, new_name: str) -> bool:
+    """Give a named prefix, with its pin, another name, in place of what had it; False where it is not there any more.
+
+    Its chunk may have been superseded by one that covers it since the record was read.
+    """
+    of_this = (*_where(prefix.name, prefix.namespace_id), prefixes.c.source_digest == prefix.source_digest)
+    if tx.execute(sa.select(prefixes.c.name).where(*of_this)).one_or_none() is None:
+        return False
+    delete(tx, new_name, prefix.namespace_id)
+    tx.execute(sa.update(prefixes).where(*of_this).values(name=new_name))
+    return True
 
 
 def set_pinned(tx: sa.Connection, prefix_name: str, pinned: bool, namespace_id: int | None = None) -> int:

@@ -15,6 +15,7 @@ from tests.cli.banks import FilledBank
 HEAVY = ["mlx", "mlx_lm", "numpy", "alembic", "rich", "transformers", "sqlalchemy.orm"]
 VERBS = [
     "ls",
+    "ls files",
     "ls chunks",
     "ls namespaces --json",
     "show short",
@@ -58,6 +59,8 @@ def test_the_command_line_imports_nothing_heavy() -> None:
 
 
 def test_verbs_that_need_no_model_import_no_mlx(filled: FilledBank) -> None:
+    (filled.root / "prefixes").mkdir()
+    (filled.root / "prefixes" / "short.toml").write_text("instructions = 'x'")
     done = subprocess.run(
         [sys.executable, "-c", IMPORTED, str(filled.root), ",".join(HEAVY), *VERBS],
         capture_output=True,

@@ -46,6 +46,8 @@ def test_ls_says_all_of_a_prefix_in_json(run: Run, filled: FilledBank) -> None:
         "pinned": False,
         "stored": True,
         "source_digest": "5e" * 32,
+        "prefix_file": None,
+        "file_state": "no file",
         "chunk_key": filled.last_keys["long"],
         "created_at": "2023-11-14T22:13:20Z",
     }
@@ -230,9 +232,21 @@ def test_check_notes_what_is_harmless_and_ends_with_0(run: Run, filled: FilledBa
 
 
 def test_reading_verbs_change_no_byte(run: Run, filled: FilledBank) -> None:
+    (filled.root / "prefixes").mkdir()
+    (filled.root / "prefixes" / "short.toml").write_text("instructions = 'x'")
     before = digest_of(filled.root)
     key = filled.last_keys["short"]
-    verbs = ["ls", "ls chunks", "ls namespaces", "show short", f"show {key}", "stats", "check", "check --read-data"]
+    verbs = [
+        "ls",
+        "ls files",
+        "ls chunks",
+        "ls namespaces",
+        "show short",
+        f"show {key}",
+        "stats",
+        "check",
+        "check --read-data",
+    ]
     for verb in verbs:
         assert run(*verb.split()).code == 0
         assert run(*verb.split(), "--json").code == 0

@@ -118,12 +118,13 @@ def test_warm_dry_run_plans_what_is_then_done_and_changes_nothing(
     done = warm(str(longer), *args)
     if args:
         (plan,), (result,) = planned.document["prefixes"], done.document["prefixes"]
-        estimate, written = plan.pop("written_bytes"), result.pop("written_bytes")
+        assert result.pop("seconds") > 0
+        assert plan.pop("seconds") == plan.pop("compute_s") > 0  # measured by the first run
+        assert plan.pop("load_s") is None
         assert plan == result
         assert 0 < result["cached_tokens"] < result["n_tokens"]
         n_stored_anew = result["n_tokens"] - result["cached_tokens"] // 8 * 8
-        assert estimate == n_stored_anew * N_TOKEN_BYTES
-        assert estimate < written < estimate * 1.5 + 4096  # the heads of the shards come on top
+        assert result["written_bytes"] > n_stored_anew * N_TOKEN_BYTES  # the heads of the shards come on top
         again = warm(str(longer), "-n", "--json").document["prefixes"][0]
         assert (again["computed_tokens"], again["written_bytes"]) == (0, 0)
 
@@ -131,8 +132,10 @@ def test_warm_dry_run_plans_what_is_then_done_and_changes_nothing(
 def test_warm_dry_run_without_a_bank_makes_none(warm: Run, root: Path, shots: str) -> None:
     (planned,) = warm(shots, "-n", "--json").document["prefixes"]
     assert (planned["cached_tokens"], planned["computed_tokens"]) == (0, planned["n_tokens"])
-    assert planned["written_bytes"] == planned["n_tokens"] * N_TOKEN_BYTES
+    assert planned["seconds"] is planned["compute_s"] is None  # nothing was measured yet
     assert not root.exists()
+    assert "unknown" in warm(shots, "-n").out
+    assert warm(shots, "--json").document["prefixes"][0]["written_bytes"] == planned["written_bytes"] > 0
 
 
 def test_a_budget_that_refuses_a_prefix_ends_with_1_and_warns(warm: Run, text: str) -> None:

@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +267,36 @@ def test_threads_share_a_bank(bank: PrefixBank, model: FakeModel) -> None:
         model.store(token_ids)
         assert model.resolve(token_ids).n_tokens == 7
     assert bank.check(read_data=True).findings == ()
+
+
+def test_a_name_moves_on_and_its_old_version_keeps_chunk_and_pin_under_another(
+    bank: PrefixBank, model: FakeModel
+) -> None:
+    model.name("mood", TOKENS, pin=True)
+    (old,) = bank.prefixes("mood")
+    stored = model.store([*TOKENS[:6], 77])
+    new = replace(old, chunk_key=stored.last_key, n_tokens=7, pinned=False, source_digest="1" * 64)
+    model.name("mood@00000000", [5, 5])  # what has the next name gives way
+    assert bank._session.name_prefix(new, old, "mood@00000000")
+    assert bank.prefixes() == [replace(new, pinned=True), replace(old, name="mood@00000000")]
+
+
+def test_an_old_version_that_has_gone_is_not_kept(bank: PrefixBank, model: FakeModel) -> None:
+    model.name("mood", TOKENS, pin=True)
+    (old,) = bank.prefixes("mood")
+    newer = replace(old, source_digest="1" * 64, pinned=False)
+    bank.unpin("mood")
+    bank._session.name_prefix(newer)  # by another process, say
+    newest = replace(old, source_digest="2" * 64, pinned=False)
+    assert not bank._session.name_prefix(newest, old, "mood@00000000")
+    assert bank.prefixes() == [newest]
+
+
+def test_a_covered_tail_is_kept_where_its_name_went(bank: PrefixBank, model: FakeModel) -> None:
+    model.name("mood", TOKENS)
+    (old,) = bank.prefixes("mood")
+    longer = model.store([*TOKENS, 10, 11, 12])  # supersedes the tail that the record still names
+    new = replace(old, chunk_key=longer.last_key, n_tokens=13, source_digest="1" * 64)
+    assert bank._session.name_prefix(new, old, "mood@00000000")
+    kept = bank.prefixes("mood@00000000")[0]
+    assert kept.n_stored_tokens(bank.chain(kept)) == len(TOKENS)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prefixbank import errors
 
 if TYPE_CHECKING:
+    from prefixbank.advice import Analysis, PartingPoint, PromptFinding
     from prefixbank.bank import BankStats, PrefixBank
     from prefixbank.check import CheckReport, Finding
     from prefixbank.errors import (
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         BankWarning,
         ConfigError,
         DemoModelError,
+        EvaluationError,
         FingerprintMismatchError,
         IndexCorruptError,
         PrefixBankError,
@@ -37,39 +39,43 @@ if TYPE_CHECKING:
     )
     from prefixbank.eviction import PrunePlan
     from prefixbank.explain import Explanation
-    from prefixbank.fewshot import Example, FewShotPrompt, RenderedPrompt
+    from prefixbank.fewshot import ChatRoles, Example, FewShotPrompt, RenderedPrompt
     from prefixbank.generation import BankedResponse, GenerationResult
     from prefixbank.kvcache.kinds import CacheKind, register_cache_kind
     from prefixbank.many import ManyResult
     from prefixbank.model import BankedModel
+    from prefixbank.prefixfiles import FileState, PrefixFile, StoredVersion
     from prefixbank.promptcaches import Lease, Resolved
     from prefixbank.scoring import ScoreResult
     from prefixbank.storing import Stored
     from prefixbank.values import Match, PrefixRecord
-    from prefixbank.warming import Warmed
+    from prefixbank.warming import Replaced, Warmed, WarmPlan
 
 __version__: str  # looked up when it is asked for
 
 _HOMES = {
+    "advice": ("Analysis", "PartingPoint", "PromptFinding"),
     "bank": ("BankStats", "PrefixBank"),
     "check": ("CheckReport", "Finding"),
     "errors": tuple(errors.__all__),
     "eviction": ("PrunePlan",),
     "explain": ("Explanation",),
-    "fewshot": ("Example", "FewShotPrompt", "RenderedPrompt"),
+    "fewshot": ("ChatRoles", "Example", "FewShotPrompt", "RenderedPrompt"),
     "generation": ("BankedResponse", "GenerationResult"),
     "kvcache.kinds": ("CacheKind", "register_cache_kind"),
     "many": ("ManyResult",),
     "model": ("BankedModel",),
+    "prefixfiles": ("FileState", "PrefixFile", "StoredVersion"),
     "promptcaches": ("Lease", "Resolved"),
     "scoring": ("ScoreResult",),
     "storing": ("Stored",),
     "values": ("Match", "PrefixRecord"),
-    "warming": ("Warmed",),
+    "warming": ("Replaced", "WarmPlan", "Warmed"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Analysis",
     "BankBusyError",
     "BankNotFoundError",
     "BankReadOnlyError",
@@ -78,12 +84,15 @@ __all__ = [
     "BankedModel",
     "BankedResponse",
     "CacheKind",
+    "ChatRoles",
     "CheckReport",
     "ConfigError",
     "DemoModelError",
+    "EvaluationError",
     "Example",
     "Explanation",
     "FewShotPrompt",
+    "FileState",
     "Finding",
     "FingerprintMismatchError",
     "GenerationResult",
@@ -91,12 +100,16 @@ __all__ = [
     "Lease",
     "ManyResult",
     "Match",
+    "PartingPoint",
     "PrefixBank",
     "PrefixBankError",
+    "PrefixFile",
     "PrefixRecord",
     "PromptError",
+    "PromptFinding",
     "PrunePlan",
     "RenderedPrompt",
+    "Replaced",
     "Resolved",
     "SchemaError",
     "ScoreResult",
@@ -105,8 +118,10 @@ __all__ = [
     "ShardMissingError",
     "StorageError",
     "Stored",
+    "StoredVersion",
     "UnknownPrefixError",
     "UnsupportedCacheError",
+    "WarmPlan",
     "Warmed",
     "register_cache_kind",
 ]

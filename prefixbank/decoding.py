@@ -3,56 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Generator, Sequence
+from contextlib import closing, nullcontext
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, stream_generate
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-from prefixbank.errors import PrefixBankError
+from prefixbank.batching import can_batch
 from prefixbank.generation import LogitsProcessor, Sampler, seeing_all
-from prefixbank.kvcache.capture import leaf_caches
-from prefixbank.kvcache.probe import new_prompt_cache, probe_layout
-from prefixbank.layout import LayerLayout
+from prefixbank.kvcache.sharedattention import shared_attention
 from prefixbank.promptcaches import PromptCaches
-from prefixbank.triewalk import Job
+from prefixbank.triewalk import Job, TrieWalk
 
-__all__ = ["can_batch", "decode"]
+__all__ = ["decode"]
 
 _NO_LIMIT = 2**31 - 1
-
-
-def can_batch(caches: PromptCaches) -> bool:
-    """Tell whether mlx-lm decodes prompt caches of the model together, and each as it would alone.
-
-    It refuses quantised and chunked ones, forgets the first rows that a window was told to keep, and fails on layers
-    whose states have empty slots. Classes that are not mlx-lm's own may do anything.
-    """
-    if caches.options.kv_bits is not None:
-        return False
-    prompt_cache = new_prompt_cache(caches.model, caches.options)
-    if not all(type(layer_cache) in (KVCache, RotatingKVCache, ArraysCache, CacheList) for layer_cache in prompt_cache):
-        return False
-    try:
-        layout = probe_layout(caches.model, caches.options)
-        leaves = zip(layout.leaves(), leaf_caches(prompt_cache), strict=True)
-        return all(_can_merge(leaf, described) for (_, described), leaf in leaves)
-    except PrefixBankError:
-        return False
-
-
-def _can_merge(leaf: Any, described: LayerLayout) -> bool:
-    if type(leaf) is ArraysCache:
-        return len(leaf.cache) == len(described.states)
-    return bool(described.arrays) and (type(leaf) is KVCache or (type(leaf) is RotatingKVCache and leaf.keep == 0))
+_MOST_MERGED = 8
+"""How many prompts are read together where each has a copy of the prefix; mlx-lm's default."""
+_STEP_TOKENS = 8 * 2048
+"""How many tokens of prompts that share a prefix are read in one step, padding included: mlx-lm's defaults together."""
 
 
 def decode(
     caches: PromptCaches,
     tokenizer: Any,
-    jobs: Iterable[Job],
+    jobs: TrieWalk,
     *,
     max_tokens: int,
     sampler: Sampler | None,
@@ -67,19 +43,27 @@ def decode(
             _decode_alone(caches, tokenizer, job, max_tokens, sampler, logits_processors, step)
             yield [job]
         return
+    # mlx-lm reads as many prompts together as it merges; with shared rows all of them cost no more memory than a few.
+    n_read = batch_size if jobs.shares else min(batch_size, _MOST_MERGED)
     generator = BatchGenerator(
         caches.model,
         stop_tokens=[[token] for token in tokenizer.eos_token_ids],
         sampler=None if sampler is None else _by_rows(sampler),
         logits_processors=list(logits_processors or ()),
         completion_batch_size=batch_size,
-        prefill_batch_size=min(batch_size, 8),
-        prefill_step_size=step,
+        prefill_batch_size=n_read,
+        prefill_step_size=min(step, max(_STEP_TOKENS // n_read, 1)) if jobs.shares else step,
     )
+
+    def step_all() -> list[Job]:
+        with shared_attention(caches.model) if jobs.shares else nullcontext():
+            return _step(generator, running, tokenizer)
+
+    running: dict[int, Job] = {}
     with closing(generator):
-        running: dict[int, Job] = {}
         for job in jobs:
             job.batched = True
+            caches.session.count(**{"shared_prefixes" if job.shared_tokens else "merged_prefixes": 1})
             (uid,) = generator.insert(
                 [job.rest],
                 [max_tokens if max_tokens > 0 else _NO_LIMIT],
@@ -89,10 +73,10 @@ def decode(
             job.prompt_cache = []  # the batch has it
             running[uid] = job
             while len(running) >= batch_size:
-                if done := _step(generator, running, tokenizer):
+                if done := step_all():
                     yield done
         while running:
-            if done := _step(generator, running, tokenizer):
+            if done := step_all():
                 yield done
 
 

@@ -16,17 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prefixbank.batching import SharedAttention, check_shared_attention, sharing_for
 from prefixbank.chunking import TOKEN_BYTES
 from prefixbank.decoding import decode
 from prefixbank.errors import ConfigError, PrefixBankError, PromptError
-from prefixbank.fewshot import RenderedPrompt
 from prefixbank.generation import GenerationResult, LogitsProcessor, Sampler
 from prefixbank.kvcache.parameters import digest_parameters
+from prefixbank.kvcache.sharing import MOST_STEPS
 from prefixbank.promptcaches import PromptCaches
-from prefixbank.prompts import Prompt, PromptEncoder
+from prefixbank.prompts import EncodedPrompt, Prompt, PromptEncoder
 from prefixbank.resolver import REASON_NONE
 from prefixbank.resultsfile import ResultLine, ResultsFile, prompt_digest
-from prefixbank.triewalk import Job, TrieWalk
+from prefixbank.triewalk import Job, TrieWalk, declared_prefixes
 from prefixbank.values import Match
 
 __all__ = ["ManyOptions", "ManyProgress", "ManyResult", "generate_many", "in_order", "progress_bar"]
@@ -40,12 +41,14 @@ class ManyResult(GenerationResult):
     """Hold the answer to prompt `index`, counted from 0 in the order in which the prompts came.
 
     What was computed for several prompts is counted with the first of them: the `computed_tokens` of all results are
-    what was computed in all. `batched` tells whether it was decoded together with others, and `picked_up` whether it
-    comes from the results file; then the counts are those of the run that made it.
+    what was computed in all. `batched` tells whether it was decoded together with others, and of how many
+    of its first tokens (`shared_tokens`) they held the KV together. `picked_up` tells whether it comes from the results
+    file; then the counts are those of the run that made it.
     """
 
     index: int = 0
     batched: bool = False
+    shared_tokens: int = 0
     picked_up: bool = False
 
 
@@ -61,6 +64,7 @@ class ManyOptions:
     hold_back: int = 0
     results_file: str | os.PathLike[str] | None = None
     progress: ManyProgress | None = None
+    shared_attention: SharedAttention = "auto"
 
     def __post_init__(self) -> None:
         if self.max_tokens == 0 or self.max_tokens < -1:
@@ -72,6 +76,7 @@ class ManyOptions:
         ):
             if value < least:
                 raise ConfigError(f"{name}={value} must be at least {least}")
+        check_shared_attention(self.shared_attention)
 
     @property
     def repeatable(self) -> bool:
@@ -89,12 +94,12 @@ def generate_many(
     """
     if isinstance(prompts, str | bytes | dict) or not isinstance(prompts, Iterable):
         raise PromptError("generate_many takes several prompts: for one, use generate or put it into a list")
-    token_ids = list(_encode_all(encoder, prompts, _context_tokens(caches.model)))
+    encoded = list(_encode_all(encoder, prompts, _context_tokens(caches.model)))
     results_file = None
     if options.results_file is not None:
         results_file = Path(options.results_file), _settings_digest(caches, tokenizer, options)
         ResultsFile(*results_file).close()
-    return _answers(caches, tokenizer, token_ids, options, results_file)
+    return _answers(caches, tokenizer, encoded, options, results_file)
 
 
 def in_order(answers: Iterable[tuple[int, ManyResult]]) -> list[ManyResult]:
@@ -119,20 +124,18 @@ def progress_bar(label: str = "prompts") -> Iterator[ManyProgress | None]:
         yield lambda done, total, n_saved: bar.update(task, completed=done, total=total, n_saved=n_saved)
 
 
-def _encode_all(encoder: PromptEncoder, prompts: Iterable[Prompt], n_most: int | None) -> Iterator[bytes]:
+def _encode_all(encoder: PromptEncoder, prompts: Iterable[Prompt], n_most: int | None) -> Iterator[EncodedPrompt]:
     for index, prompt in enumerate(prompts):
-        if isinstance(prompt, RenderedPrompt):  # where its shots end, the trie knows better
-            prompt = prompt.text if prompt.text is not None else list(prompt.messages or ())
         try:
-            token_ids = encoder.encode(prompt).token_ids
+            encoded = encoder.encode(prompt)
         except PromptError as exc:
             raise PromptError(f"prompt {index}: {exc}") from exc
         except Exception as exc:  # tokenizers raise whatever they like
             raise PromptError(f"prompt {index} can't be encoded: {exc}") from exc
-        n_tokens = len(token_ids) // TOKEN_BYTES
+        n_tokens = len(encoded.token_ids) // TOKEN_BYTES
         if n_most is not None and n_tokens > n_most:
             raise PromptError(f"prompt {index} has {n_tokens} tokens, but the model's context holds {n_most}")
-        yield token_ids
+        yield encoded
 
 
 def _context_tokens(model: Any) -> int | None:
@@ -156,11 +159,12 @@ def _settings_digest(caches: PromptCaches, tokenizer: Any, options: ManyOptions)
 def _answers(
     caches: PromptCaches,
     tokenizer: Any,
-    token_ids: list[bytes],
+    prompts: list[EncodedPrompt],
     options: ManyOptions,
     results_file: tuple[Path, str] | None,
 ) -> Iterator[tuple[int, ManyResult]]:
     """Yield what the results file has, then the rest as it is computed; a result is in the file before it is given."""
+    token_ids = [prompt.token_ids for prompt in prompts]
     n_done = n_saved = 0
     to_do: dict[bytes, list[int]] = defaultdict(list)  # equal prompts with equal answers come together
     lines = ResultsFile(*results_file) if results_file else None
@@ -188,6 +192,10 @@ def _answers(
             [token_ids[group[0]] for group in groups],
             hold_back=options.hold_back,
             prefill_step_size=options.prefill_step_size,
+            sharing=sharing_for(caches, options.shared_attention) if options.batch_size > 1 else None,
+            n_together=options.batch_size,
+            n_steps=options.max_tokens if options.max_tokens > 0 else MOST_STEPS,
+            declared=declared_prefixes([prompts[group[0]] for group in groups]),
         )
         with closing(
             decode(
@@ -229,6 +237,7 @@ def _result(job: Job, index: int, *, is_first: bool, tokenizer: Any) -> ManyResu
         match=job.found,
         index=index,
         batched=job.batched,
+        shared_tokens=job.shared_tokens,
     )
 
 

@@ -10,15 +10,17 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from prefixbank import computing, generation, many, scoring, warming
 from prefixbank import explain as explaining
+from prefixbank.advice import Analysis, analyze, tools_of
+from prefixbank.batching import SharedAttention
 from prefixbank.chunking import TOKEN_BYTES, unpack_token_ids
 from prefixbank.errors import ConfigError, PrefixBankError
-from prefixbank.fewshot import FewShotPrompt
+from prefixbank.fewshot import Boundaries, FewShotPrompt
 from prefixbank.kvcache.capture import sample_rows
 from prefixbank.layout import CacheLayout
 from prefixbank.promptcaches import Lease, Progress, PromptCaches, Resolved
@@ -26,7 +28,7 @@ from prefixbank.prompts import Prompt, PromptEncoder
 from prefixbank.session import BankSession
 from prefixbank.storing import Stored
 from prefixbank.values import Match, Namespace
-from prefixbank.warming import Warmed
+from prefixbank.warming import Warmed, WarmPlan
 
 __all__ = ["BankedModel"]
 
@@ -83,6 +85,13 @@ class BankedModel:
         limit = len(encoded.token_ids) // TOKEN_BYTES - 1
         found = self._session.match(namespace, encoded.token_ids, limit)
         return explaining.explain(self._session, namespace, encoded.token_ids, found, self._encoder.decode)
+
+    def analyze(self, prompts: Iterable[Prompt]) -> Analysis:
+        """Say what prompts share, where they part, and which order or edit would share more; asks no bank.
+
+        Prompts may be of any kind, mixed. Raises `PromptError` that names a bad prompt's index.
+        """
+        return analyze(prompts, *tools_of(self.tokenizer))
 
     # --- resuming and computing
 
@@ -167,7 +176,8 @@ class BankedModel:
         prefill_step_size: int | None = None,
         reserve: int = 0,
         hold_back: int = 0,
-        boundaries: Literal["end", "examples"] = "end",
+        boundaries: Boundaries | None = None,
+        old: warming.OldVersion = "leave",
     ) -> Warmed:
         """Store a prefix ahead of its use: the part that all queries of a `FewShotPrompt` share, or a whole prompt.
 
@@ -180,7 +190,9 @@ class BankedModel:
             reserve: how many tokens the working cache has room for behind the prefix; what is stored is the same.
             hold_back: leave the last n tokens out of the prefix.
             boundaries: where models with recurrent layers can go on from: at the end, or also behind the instructions
-                and each example of a `FewShotPrompt`. Other models can anywhere.
+                and each example of a `FewShotPrompt`; None does what the prompt says. Other models can anywhere.
+            old: where the name is that of another version of a few-shot prompt: `"leave"` that one without a name, to
+                be evicted some time, `"keep"` it as `<name>@<8 hex of its digest>`, or `"drop"` what only it needs.
 
         Raises `PromptError`, `UnsupportedCacheError` and the bank's errors.
         """
@@ -195,6 +207,32 @@ class BankedModel:
             reserve=reserve,
             hold_back=hold_back,
             boundaries=boundaries,
+            old=old,
+        )
+
+    def plan_warm(
+        self,
+        prompt: Prompt | FewShotPrompt,
+        *,
+        name: str | None = None,
+        hold_back: int = 0,
+        boundaries: Boundaries | None = None,
+        old: warming.OldVersion = "leave",
+        after: Sequence[WarmPlan] = (),
+    ) -> WarmPlan:
+        """Say what `warm` with these arguments would do, and how many bytes and seconds that takes; changes nothing.
+
+        `after` are plans that are to be carried out before. Raises as `warm` does.
+        """
+        return warming.plan(
+            self._caches,
+            self._encoder,
+            prompt,
+            name=name,
+            hold_back=hold_back,
+            boundaries=boundaries,
+            old=old,
+            after=after,
         )
 
     # --- lending
@@ -330,6 +368,7 @@ class BankedModel:
         hold_back: int = 0,
         results_file: str | os.PathLike[str] | None = None,
         progress: many.ManyProgress | None = None,
+        shared_attention: SharedAttention = "auto",
         as_completed: bool = False,
     ) -> list[many.ManyResult] | Iterator[tuple[int, many.ManyResult]]:
         """Answer many prompts, computing each run of tokens that several share once, and decoding in batches.
@@ -346,6 +385,8 @@ class BankedModel:
             results_file: a JSONL file to which each answer is added when it is done; answers that it has already, of
                 the same prompt, model and settings, are taken from it. Samplers and processors go by their names.
             progress: called with (prompts done, prompts in all, prompt tokens that needed no computing).
+            shared_attention: `"auto"` holds the KV of what prompts of a batch share once, where that was measured to
+                pay; `"off"` copies it for each, as mlx-lm does, `"always"` only where the model leaves no other way.
             as_completed: yield `(index, answer)` as they are done, instead of a list in the order of the prompts.
 
         What only one prompt has is not stored. Raises `PromptError` that names a prompt's index, `ConfigError`, and
@@ -360,6 +401,7 @@ class BankedModel:
             hold_back=hold_back,
             results_file=results_file,
             progress=progress,
+            shared_attention=shared_attention,
         )
         answers = many.generate_many(self._caches, self._encoder, self.tokenizer, prompts, options)
         return answers if as_completed else many.in_order(answers)
@@ -408,11 +450,14 @@ class BankedModel:
         calibrate: Prompt | Sequence[Prompt] | None = None,
         prefill_step_size: int | None = None,
         progress: Progress | None = None,
+        batch_size: int = 16,
+        shared_attention: SharedAttention = "auto",
     ) -> list[scoring.ScoreResult]:
         """Score choices behind many prompts: the same for all, or a list of them for each. In the order of the prompts.
 
-        Prompts that share a prefix are scored one after another. `progress` is called with (prompts done, prompts in
-        all, content-free ones included). Arguments and errors as for `score`.
+        What prompts share is computed once, and up to `batch_size` of them are scored together. `progress` is called
+        with (prompts done, prompts in all, content-free ones included). `shared_attention` is that of `generate_many`,
+        the other arguments and errors those of `score`.
         """
         return scoring.score_many(
             self._caches,
@@ -424,6 +469,8 @@ class BankedModel:
             calibrate=calibrate,
             prefill_step_size=prefill_step_size,
             progress=progress,
+            batch_size=batch_size,
+            shared_attention=shared_attention,
         )
 
     def rank(self, prompt: Prompt, choices: Iterable[scoring.Choice], **options: Any) -> list[tuple[str, float]]:

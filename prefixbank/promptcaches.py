@@ -21,6 +21,7 @@ from prefixbank.kvcache.assemble import cut_to
 from prefixbank.kvcache.capture import held_arrays, held_bytes, n_cached_tokens
 from prefixbank.kvcache.kinds import keeps_all_rows
 from prefixbank.kvcache.probe import CacheOptions, new_prompt_cache
+from prefixbank.kvcache.sharing import Sharing
 from prefixbank.layout import CacheLayout
 from prefixbank.memory import KeptPrefix, Owner
 from prefixbank.prompts import EncodedPrompt
@@ -94,6 +95,7 @@ class PromptCaches:
         self.options = options
         self.state_every_chunks = state_every_chunks
         self.prefill_step_size = prefill_step_size
+        self._sharing: dict[bool, Sharing] = {}
 
     @property
     def quantises_later(self) -> bool:
@@ -107,6 +109,12 @@ class PromptCaches:
         return not any(
             isinstance(layer_cache, _NOT_TRIMMABLE) for layer_cache in new_prompt_cache(self.model, self.options)
         )
+
+    def sharing(self, *, always: bool = False) -> Sharing:
+        """Return what makes caches of the model that share rows; the first time it tries that out."""
+        if always not in self._sharing:
+            self._sharing[always] = Sharing(self.model, self.options, always=always)
+        return self._sharing[always]
 
     def introduce(self) -> None:
         """Identify the model now, so that what keeps it out of the bank is said when it is loaded.

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from prefixbank.batching import SharedAttention, can_batch, check_shared_attention, sharing_for
+from prefixbank.batchweighing import weigh_together
 from prefixbank.choices import Choice, EncodedChoices, Normalise, checked_choices, encode_choices
-from prefixbank.chunking import TOKEN_BYTES, common_run
-from prefixbank.errors import PromptError
+from prefixbank.chunking import TOKEN_BYTES
+from prefixbank.errors import ConfigError, PromptError
 from prefixbank.fewshot import RenderedPrompt
 from prefixbank.promptcaches import PromptCaches
 from prefixbank.prompts import EncodedPrompt, Prompt, PromptEncoder
+from prefixbank.tokentrie import fold_small_runs, shared_runs
 from prefixbank.weighing import ChoiceWeights
 
 __all__ = ["Choice", "Normalise", "ScoreResult", "score", "score_many"]
@@ -31,8 +34,8 @@ class ScoreResult:
     `log_probs` are the sums of their tokens' log-probabilities, in nats, and `n_tokens` how many tokens these are.
     `scores` are the same after normalisation and calibration, `probabilities` their softmax over the choices, and
     `best` is the index of the highest (the first of equal ones). `is_greedy` says whether greedy decoding would write
-    the choice. `cached_tokens` came from the bank; `computed_tokens` were run through the model, of prompt and choices
-    (without padding).
+    the choice. `cached_tokens` of the prompt came from the bank, or had been computed for another prompt;
+    `computed_tokens` were run through the model, of prompt and choices (without padding).
     """
 
     choices: list[str]
@@ -89,8 +92,13 @@ def score_many(
     calibrate: Prompt | Sequence[Prompt] | None = None,
     prefill_step_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    batch_size: int = 16,
+    shared_attention: SharedAttention = "auto",
 ) -> list[ScoreResult]:
     """Score choices behind many prompts; see `BankedModel.score_many`."""
+    check_shared_attention(shared_attention)
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size} must be at least 1")
     prompts = list(prompts)
     if _is_shared(choices):
         each = [checked_choices(choices)] * len(prompts)  # type: ignore[arg-type]
@@ -114,15 +122,41 @@ def score_many(
             ]
     for job in jobs[:1]:
         job.lengths(normalise)
-    done: dict[int, ChoiceWeights] = {}
-    for n_done, (at, job) in enumerate(_in_order(jobs, max(caches.session.chunk_tokens // 4, 1)), 1):
-        what = f"prompt {at}" if at < len(prompts) else "calibrate"
-        done[at] = _named(what, ChoiceWeights(caches, job, prefill_step_size).run)
-        if progress is not None:
-            progress(n_done, len(jobs))
+
+    def name(at: int) -> str:
+        return f"prompt {at}" if at < len(prompts) else "calibrate"
+
+    done = [ChoiceWeights(caches, job, prefill_step_size) for job in jobs]
+    n_done = 0
+    for indexes in _run(caches, done, name, batch_size, prefill_step_size, shared_attention):
+        for _ in indexes:
+            n_done += 1
+            if progress is not None:
+                progress(n_done, len(jobs))
     return [
         _result(done[at], [done[blank] for blank in free_at.get(own, ())], normalise) for at, own in enumerate(each)
     ]
+
+
+def _run(
+    caches: PromptCaches,
+    jobs: list[ChoiceWeights],
+    name: Callable[[int], str],
+    batch_size: int,
+    prefill_step_size: int | None,
+    choice: SharedAttention,
+) -> Iterator[list[int]]:
+    """Run all jobs, together where mlx-lm's caches can be batched; yield the indexes of those that are done."""
+    if batch_size > 1 and len(jobs) > 1 and can_batch(caches):
+        sharing = sharing_for(caches, choice)
+        yield from weigh_together(
+            caches, jobs, name, sharing=sharing, batch_size=batch_size, prefill_step_size=prefill_step_size
+        )
+        return
+    for at, prompt in _in_order([job.encoded for job in jobs], max(caches.session.chunk_tokens // 4, 1)):
+        jobs[at].encoded = prompt
+        _named(name(at), jobs[at].run)
+        yield [at]
 
 
 def _result(scored: ChoiceWeights, free: Sequence[ChoiceWeights], normalise: Normalise) -> ScoreResult:
@@ -194,17 +228,18 @@ def _named(what: str, function: Callable[..., Any], *args: Any) -> Any:
 def _in_order(jobs: Sequence[EncodedChoices], worth_it: int) -> Iterator[tuple[int, EncodedChoices]]:
     """Yield indices and jobs so that prompts with a common prefix follow each other.
 
-    Of a prompt without declared shots what it shares with a neighbour is to be stored, if that is `worth_it` tokens;
-    what only one prompt has is not.
+    Of a prompt without declared shots what it shares with others is to be stored, if that is `worth_it` tokens; what
+    only one prompt has is not. Runs that save fewer tokens are not worth a shard of their own: of many prompts behind
+    the same shots each shares a word or two more with some other one.
     """
-    order = sorted(range(len(jobs)), key=lambda at: jobs[at].prompt.token_ids)
-    token_ids = [jobs[at].prompt.token_ids for at in order]
-    runs = [0, *(common_run(left, right) for left, right in pairwise(token_ids)), 0]
-    for place, at in enumerate(order):
+    token_ids = [job.prompt.token_ids for job in jobs]
+    # The last token is never taken from the bank: recurrent layers must be resumed in front of it.
+    root = shared_runs([ids[:-TOKEN_BYTES] for ids in token_ids])
+    fold_small_runs(root, worth_it, sys.maxsize)
+    n_shared = {member: run.end for run in root.walk() for member in run.members}
+    for at in sorted(range(len(jobs)), key=token_ids.__getitem__):
         job = jobs[at]
         if job.prompt.n_shared_tokens is None:
-            # The last token is never taken from the bank: recurrent layers must be resumed in front of it.
-            n_shared = min(max(runs[place], runs[place + 1]), len(token_ids[place]) // TOKEN_BYTES - 1)
-            prompt = EncodedPrompt(job.prompt.token_ids, n_shared if n_shared >= worth_it else 0)
+            prompt = EncodedPrompt(token_ids[at], n_shared[at] if n_shared[at] >= worth_it else 0)
             job = replace(job, prompt=prompt)
         yield at, job

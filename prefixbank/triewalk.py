@@ -14,13 +14,14 @@ from typing import Any
 
 from prefixbank import computing
 from prefixbank.chunking import TOKEN_BYTES, unpack_token_ids
+from prefixbank.kvcache.sharing import SharedPrefix, Sharing
 from prefixbank.promptcaches import REASON_UNAVAILABLE, REASON_UNSUPPORTED, PromptCaches, Resolved
 from prefixbank.prompts import EncodedPrompt
 from prefixbank.resolver import REASON_NONE
 from prefixbank.tokentrie import SharedRun, fold_small_runs, n_unique_tokens, shared_runs
 from prefixbank.values import Match
 
-__all__ = ["Job", "TrieWalk"]
+__all__ = ["Job", "TrieWalk", "declared_prefixes"]
 
 _LEAST_REPEATS = 16
 """A shared run that saves fewer tokens than this is not worth a step of its own."""
@@ -52,7 +53,8 @@ class Job:
     """Hold a prompt that is ready to be answered, and its answer as it grows.
 
     `prompt_cache` holds the token ids `before` and is the job's own; `rest` is never empty. `n_computed` counts the
-    rest and the shared runs that were computed for this prompt and others.
+    rest and the shared runs that were computed for this prompt and others. The rows of the first `shared_tokens` tokens
+    are held once for all jobs that have them in common.
     """
 
     index: int
@@ -67,6 +69,7 @@ class Job:
     text: str = ""
     finish_reason: str | None = None
     batched: bool = False
+    shared_tokens: int = 0
 
 
 class TrieWalk:
@@ -79,36 +82,80 @@ class TrieWalk:
         *,
         hold_back: int = 0,
         prefill_step_size: int | None = None,
+        sharing: Sharing | None = None,
+        n_together: int = 1,
+        n_steps: int = 1,
+        declared: Sequence[bytes] = (),
     ) -> None:
-        """Take packed prompts; the last `hold_back` tokens of each, and at least one, are computed with the prompt."""
+        """Take packed prompts; the last `hold_back` tokens of each, and at least one, are computed with the prompt.
+
+        `declared` are packed prefixes that are computed apart and stored even if one prompt alone has them. With
+        `sharing`, caches of jobs share the rows of runs where that pays for `n_together` jobs at a time that go on for
+        `n_steps` steps.
+        """
         self._caches = caches
-        self._token_ids = token_ids
+        self._n_prompts = len(token_ids)
         self._prefill_step_size = prefill_step_size
         n_held = max(hold_back, 1) * TOKEN_BYTES
-        self._bodies = [ids[: max(len(ids) - n_held, 0)] for ids in token_ids]
+        bodies = [ids[: max(len(ids) - n_held, 0)] for ids in token_ids]
+        # As if each declared prefix were another prompt, which shares all of it with those that begin so.
+        self._token_ids = [*token_ids, *declared]
+        self._bodies = [*bodies, *declared]
         self._root = shared_runs(self._bodies)
         # Computed are at most 1 % more than the unique tokens, and one a prompt: most prompts' last token is unique.
         n_unique = n_unique_tokens(token_ids)
-        n_unique_last = min(n_unique - n_unique_tokens(self._bodies), len(token_ids))
+        n_unique_last = min(n_unique - n_unique_tokens(bodies), len(token_ids))
         fold_small_runs(self._root, _LEAST_REPEATS, n_unique // 100 + n_unique_last)
+        self._sharing = sharing
+        self._sharing_runs = self._runs_to_share(n_together, n_steps)
         self._stored: dict[SharedRun | int, int] = {}
         self._bank_fails = False
         self._n_computed = 0  # for the next prompt that is given out, and others
 
+    @property
+    def shares(self) -> bool:
+        """Tell whether the jobs' caches share rows; then they all are made for it."""
+        return bool(self._sharing_runs)
+
     def __iter__(self) -> Iterator[Job]:
-        if not self._token_ids:
+        if not self._n_prompts:
             return
         self._look_up()
         empty = _Base(self._caches.load(b"", Match(0, 0, 0, REASON_NONE), 0), 0, 0)
-        left: list[tuple[SharedRun, _Base, bool]] = [(self._root, empty, False)]
+        nothing = self._sharing.empty if self._sharing is not None and self.shares else None
+        left: list[tuple[SharedRun, _Base, SharedPrefix | None, bool]] = [(self._root, empty, nothing, False)]
         while left:
-            run, base, is_last = left.pop()
+            run, base, prefix, is_last = left.pop()
             if run is not self._root:
                 base = self._compute(run, base, is_last)
-            for member in run.members:
-                yield self._job(member, base)
+                if run in self._sharing_runs and self._sharing is not None and prefix is not None:
+                    prefix = self._sharing.extended(prefix, base.resolved.prompt_cache, run.end)
+            for member in self._prompts(run):
+                yield self._job(member, base, prefix)
             # The last one popped may write into the cache: nobody needs it any more.
-            left += [(child, base, place == 0) for place, child in enumerate(run.children)]
+            left += [(child, base, prefix, place == 0) for place, child in enumerate(run.children)]
+
+    def _prompts(self, run: SharedRun) -> list[int]:
+        """Return the prompts that go on behind a run alone: its members, without declared prefixes."""
+        return [member for member in run.members if member < self._n_prompts]
+
+    def _runs_to_share(self, n_together: int, n_steps: int) -> set[SharedRun]:
+        """Return the runs whose rows are to be shared, each for what it adds to those above it."""
+        if self._sharing is None or n_together < 2:
+            return set()
+        runs = list(self._root.walk())
+        n_below: dict[SharedRun, int] = {}
+        for run in reversed(runs):  # each after those below
+            n_below[run] = len(self._prompts(run)) + sum(n_below[child] for child in run.children)
+        found = set()
+        n_above = {self._root: 0}
+        for run in runs:
+            least = self._sharing.least_tokens(min(n_below[run], n_together), n_steps)
+            if least is not None and run.end - n_above[run] >= least:
+                found.add(run)
+                n_above[run] = run.end
+            n_above |= dict.fromkeys(run.children, n_above[run])
+        return found
 
     def _look_up(self) -> None:
         """Note how much of each run and prompt is stored, before anything new is on its way to disk.
@@ -119,7 +166,7 @@ class TrieWalk:
         while left:
             run = left.pop()
             asked: list[tuple[SharedRun | int, int, int]] = [(child, child.holder, child.end) for child in run.children]
-            for member in run.members:
+            for member in self._prompts(run):
                 n_tokens = len(self._bodies[member]) // TOKEN_BYTES
                 if n_tokens - run.end >= _LEAST_LOOKED_UP:
                     asked.append((member, member, n_tokens))
@@ -191,15 +238,27 @@ class TrieWalk:
         follows = not run.members and all(child.end - run.end >= _LEAST_STORED for child in run.children)
         return not (has_all_rows and run.children and follows)
 
-    def _job(self, member: int, base: _Base) -> Job:
+    def _job(self, member: int, base: _Base, prefix: SharedPrefix | None) -> Job:
         token_ids = self._token_ids[member]
         started_at = time.perf_counter()
         end = len(self._bodies[member]) // TOKEN_BYTES
-        base = self._load(member, member, end, base) or base.copied()
+        base = self._load(member, member, end, base) or base
+        prompt_cache = base.resolved.prompt_cache
+        if self._sharing is not None and prefix is not None:
+            prompt_cache = self._sharing.behind(prefix, prompt_cache, base.n_tokens)
+        else:
+            prompt_cache = copy.deepcopy(prompt_cache)
         ids = unpack_token_ids(token_ids)
         before, rest = ids[: base.n_tokens], ids[base.n_tokens :]
         n_computed, self._n_computed = self._n_computed + len(rest), 0
         n_prompt = len(token_ids) // TOKEN_BYTES
         self._caches.session.count(cached_tokens=n_prompt - n_computed, computed_tokens=n_computed)
         found = replace(base.resolved.match, n_prompt_tokens=n_prompt)
-        return Job(member, base.resolved.prompt_cache, found, before, rest, n_computed, started_at)
+        n_shared = prefix.n_tokens if prefix is not None else 0
+        return Job(member, prompt_cache, found, before, rest, n_computed, started_at, shared_tokens=n_shared)
+
+
+def declared_prefixes(prompts: Sequence[EncodedPrompt]) -> list[bytes]:
+    """Return the different declared shared parts of prompts, packed."""
+    ends = ((prompt.token_ids, (prompt.n_shared_tokens or 0) * TOKEN_BYTES) for prompt in prompts)
+    return sorted({token_ids[:end] for token_ids, end in ends if end})

@@ -23,7 +23,7 @@ from prefixbank.kvcache.probe import quantize
 from prefixbank.kvcache.widening import can_widen, widen
 from prefixbank.promptcaches import PromptCaches, Resolved
 
-__all__ = ["ChoiceWeights"]
+__all__ = ["BATCH_BYTES", "ChoiceWeights", "padded_rows", "weigh"]
 
 LAST_STEP = 64
 """How many of the prompt's last tokens are computed together with the logits that the choices need."""
@@ -70,7 +70,7 @@ class ChoiceWeights:
             keep()  # before windows and states are overwritten
         try:
             self._n_vocabulary = logits.shape[-1]
-            self._check_vocabulary()
+            self.check_vocabulary(self._n_vocabulary)
             with wired_limit(caches.model, [generation_stream]), mx.stream(generation_stream):
                 self._descend(ahead.prompt_cache, logits, branches(dict(enumerate(self.encoded.suffixes))))
         finally:
@@ -94,8 +94,8 @@ class ChoiceWeights:
         caches.note_computed(len(token_ids) - last, time.perf_counter() - started_at)
         return logits
 
-    def _check_vocabulary(self) -> None:
-        n_known = self._n_vocabulary
+    def check_vocabulary(self, n_known: int) -> None:
+        """Raise `PromptError` for a choice with a token id that the model does not know."""
         for index, suffix in enumerate(self.encoded.suffixes):
             if max(suffix) >= n_known:
                 raise PromptError(f"choice {index} has the token id {max(suffix)}: the model knows {n_known} ids")
@@ -107,9 +107,9 @@ class ChoiceWeights:
         is computed once for all that goes through it.
         """
         firsts = mx.array([[branch.token_ids[0] for branch in found]])
-        chosen, greedy = _weigh(logits, firsts)
+        chosen, greedy = weigh(logits, firsts)
         for branch, log_prob, is_greedy in zip(found, chosen[0], greedy[0], strict=True):
-            self._add(branch, 0, log_prob, is_greedy)
+            self.add(branch, 0, log_prob, is_greedy)
         forks = [branch for branch in found if branch.children]
         batches = list(self._batches(prompt_cache, [b for b in found if not b.children and len(b.token_ids) > 1]))
         n_left = len(batches) + len(forks)
@@ -149,19 +149,19 @@ class ChoiceWeights:
         targets = [b.token_ids[1:] for b in together]
         self.computed_tokens += sum(map(len, inputs))
         n_tokens = max(map(len, inputs))
-        padded, wanted = (_padded(rows, n_tokens) for rows in (inputs, targets))
+        padded, wanted = (padded_rows(rows, n_tokens) for rows in (inputs, targets))
         for start in range(0, n_tokens, self._step):
             stop = min(start + self._step, n_tokens)
             logits = self._caches.model(padded[:, start:stop], cache=prompt_cache)
             quantize(prompt_cache, self._caches.options)
-            chosen, greedy = _weigh(logits, wanted[:, start:stop, None])
+            chosen, greedy = weigh(logits, wanted[:, start:stop, None])
             last = logits[:, -1]
             for row, (branch, target) in enumerate(zip(together, targets, strict=True)):
                 for at in range(min(len(target), stop) - start):
-                    self._add(branch, start + at + 1, chosen[row][at][0], greedy[row][at][0])
+                    self.add(branch, start + at + 1, chosen[row][at][0], greedy[row][at][0])
         return last
 
-    def _add(self, branch: Branch, at: int, log_prob: float, is_greedy: bool) -> None:
+    def add(self, branch: Branch, at: int, log_prob: float, is_greedy: bool) -> None:
         """Add a branch's token to the choices that it belongs to."""
         for index, n_tokens in branch.n_of_choices.items():
             if at < n_tokens:
@@ -169,7 +169,7 @@ class ChoiceWeights:
                 self.is_greedy[index] &= is_greedy
 
 
-def _weigh(logits: mx.array, targets: mx.array) -> tuple[Any, Any]:
+def weigh(logits: mx.array, targets: mx.array) -> tuple[Any, Any]:
     """Return the log-probabilities of targets, and whether each is the most probable, as lists of the targets' shape.
 
     `logits` and `targets` have the same axes but the last: the vocabulary, and any number of token ids.
@@ -181,5 +181,6 @@ def _weigh(logits: mx.array, targets: mx.array) -> tuple[Any, Any]:
     return chosen.tolist(), greedy.tolist()
 
 
-def _padded(rows: Sequence[Sequence[int]], n_tokens: int) -> mx.array:
-    return mx.array([[*row, *[0] * (n_tokens - len(row))] for row in rows])
+def padded_rows(rows: Sequence[Sequence[int]], n_tokens: int) -> mx.array:
+    """Return token ids as `[batch, n_tokens]`, padded on the right."""
+    return mx.array([[*row, *[0] * (n_tokens - len(row))] for row in rows], mx.int32)

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from prefixbank import BankWarning, PrefixBank
-from prefixbank.decoding import can_batch
+from prefixbank.batching import can_batch
 from tests.model.manyprompts import ablations, answers, cold, n_unique, seen
 from tests.model.tiny import FROM_DISK
 

@@ -12,16 +12,18 @@ import pytest
 import prefixbank
 
 NAMES = {
-    "open and use": {"PrefixBank", "BankedModel", "FewShotPrompt", "Example", "RenderedPrompt"},
+    "open and use": {"PrefixBank", "BankedModel", "FewShotPrompt", "Example", "RenderedPrompt", "ChatRoles"},
     "results": {
-        "BankStats", "BankedResponse", "CheckReport", "Explanation", "Finding", "GenerationResult", "Lease", "Match",
-        "ManyResult", "PrefixRecord", "PrunePlan", "Resolved", "ScoreResult", "Stored", "Warmed",
+        "Analysis", "BankStats", "BankedResponse", "CheckReport", "Explanation", "FileState", "Finding",
+        "GenerationResult", "Lease", "ManyResult", "Match", "PartingPoint", "PrefixFile", "PrefixRecord",
+        "PromptFinding", "PrunePlan", "Replaced", "Resolved", "ScoreResult", "Stored", "StoredVersion", "WarmPlan",
+        "Warmed",
     },
     "cache kinds": {"CacheKind", "register_cache_kind"},
     "errors": {
         "BankBusyError", "BankNotFoundError", "BankReadOnlyError", "BankWarning", "ConfigError", "DemoModelError",
-        "FingerprintMismatchError", "IndexCorruptError", "PrefixBankError", "PromptError", "SchemaError",
-        "ShardCorruptError", "ShardError", "ShardMissingError", "StorageError", "UnknownPrefixError",
+        "EvaluationError", "FingerprintMismatchError", "IndexCorruptError", "PrefixBankError", "PromptError",
+        "SchemaError", "ShardCorruptError", "ShardError", "ShardMissingError", "StorageError", "UnknownPrefixError",
         "UnsupportedCacheError",
     },
 }  # fmt: skip

@@ -20,6 +20,7 @@ median_s, seconds, queries_per_s.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -52,8 +53,8 @@ N_ANSWER = 32
 MERGED, SHARED = "merged", "shared"
 
 N_SCORED, N_CHOICES, CHOICE_TOKENS, QUERY_TOKENS = 64, 4, 3, 32
-MAX_MERGED_BYTES = 100 << 30
-"""Merged caches that would be larger are not measured."""
+MAX_MERGED_PART = 0.4
+"""Merged caches that would take more than this part of the memory are not measured."""
 
 
 @dataclass(slots=True)
@@ -71,7 +72,6 @@ def run(
     folder: Path | None,
     *,
     n_scored: int = N_SCORED,
-    max_merged_bytes: int = MAX_MERGED_BYTES,
 ) -> dict[str, Any]:
     """Measure all models, batches and prefix lengths, then scores on the second-longest prefix."""
     rows: list[dict[str, Any]] = []
@@ -86,7 +86,7 @@ def run(
             compute(model.model, random_token_ids(n_tokens, "prefix"), prompt_cache)
             for n_queries in queries:
                 say(f"{model.label}: {n_queries} queries behind {n_tokens:,} tokens")
-                rows += _rows(model, sharing, prompt_cache, n_queries, n_tokens, repeats, max_merged_bytes)
+                rows += _rows(model, sharing, prompt_cache, n_queries, n_tokens, repeats)
         scores += _scores(model, sorted(lengths)[-2:][0], n_scored, repeats, folder)
     return {"rows": rows, "scores": scores}
 
@@ -98,11 +98,10 @@ def _rows(
     n_queries: int,
     n_tokens: int,
     repeats: int,
-    max_merged_bytes: int,
 ) -> list[dict[str, Any]]:
     rounds: dict[str, list[_Round]] = {MERGED: [], SHARED: []}
     n_bytes = sum(cache.nbytes for cache in prompt_cache) * n_queries
-    contenders = [MERGED, SHARED] if n_bytes <= max_merged_bytes else [SHARED]
+    contenders = [MERGED, SHARED] if n_bytes <= _memory_bytes() * MAX_MERGED_PART else [SHARED]
     for number in range(repeats + 1):
         for name in contenders if number % 2 else reversed(contenders):
             measured = _decode(model, sharing if name == SHARED else None, prompt_cache, n_queries, n_tokens)
@@ -125,6 +124,12 @@ def _rows(
         }
         for name in contenders
     ]
+
+
+def _memory_bytes() -> int:
+    """Return the memory of what MLX computes on."""
+    on_gpu = int(mx.device_info().get("total_memory", 0)) if mx.default_device().type == mx.DeviceType.gpu else 0
+    return on_gpu or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _decode(

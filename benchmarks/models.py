@@ -114,6 +114,21 @@ def tiny() -> BenchModel:
     )
 
 
+def small() -> BenchModel:
+    """Return a llama that is small enough for a CPU to decode large batches."""
+    return _random_llama(
+        "random llama 8 x 4 x 64, float32",
+        mx.float32,
+        hidden_size=256,
+        num_hidden_layers=8,
+        intermediate_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=1024,
+    )
+
+
 def large() -> BenchModel:
     """Return a llama with the KV of one of 8B parameters, but narrow, so that a CPU can compute it."""
     return _random_llama(
@@ -152,6 +167,7 @@ def smollm2() -> BenchModel:
 
 BUILT_IN: dict[str, Callable[[], BenchModel]] = {
     "tiny": tiny,
+    "small": small,
     "smollm2": smollm2,
     "large": large,
     "llama-8b": llama_8b,

@@ -200,14 +200,15 @@ class Sharing:
                 random(n_sequences, n_kv_heads, _TRIED_OWN, value_width),
             )
 
-            def merge() -> list[mx.array]:
-                return [
-                    mx.concatenate([mx.broadcast_to(rows, (n_sequences, *rows.shape[1:])), more], axis=2)
-                    for rows, more in zip((shared.keys, shared.values), own, strict=True)
-                ]
+            alone = KVCache()
+            alone.keys, alone.values, alone.offset = shared.keys, shared.values, n_tokens
+
+            def merge() -> tuple[mx.array, mx.array]:
+                batch = KVCache.merge([alone] * n_sequences)
+                return batch.keys, batch.values
 
             masks = [mx.ones((n_sequences, 1, 1, n), mx.bool_) for n in (n_tokens + _TRIED_OWN, _TRIED_OWN)]
-            merged = merge()
+            merged = [mx.concatenate(list(rows), axis=2) for rows in zip(merge(), own, strict=True)]
             mx.eval(queries, shared.keys, shared.values, own, merged, masks)
             scale = width**-0.5
             levels = [[Span(shared, 0, n_sequences)]]

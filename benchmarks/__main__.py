@@ -1,6 +1,6 @@
 """Run the benchmarks, and print tables; write JSON and a plot.
 
-    python -m benchmarks                        all of them (about a quarter of an hour on two CPU cores)
+    python -m benchmarks                        all of them (about half an hour on two CPU cores)
     python -m benchmarks loading --repeats 9    one of them
     python -m benchmarks first-token --model tiny llama-8b --tokens 256 2048 --json figures.json --plot figures.svg
 
@@ -16,12 +16,32 @@ from typing import Any
 
 import mlx.core as mx
 
-from benchmarks import disk, first_token, index_growth, loading, measuring, models, plot, report, storing
+from benchmarks import (
+    batches,
+    disk,
+    evaluation,
+    first_token,
+    index_growth,
+    loading,
+    measuring,
+    models,
+    plot,
+    precision,
+    report,
+    storing,
+)
 from prefixbank.config import parse_size
 from prefixbank.errors import PrefixBankError
 
-SECTIONS = ("first-token", "loading", "storing", "disk", "index")
-DEFAULT_MODELS = {"first-token": ("tiny", "smollm2", "large"), "storing": ("smollm2", "large"), "disk": ("smollm2",)}
+SECTIONS = ("first-token", "loading", "storing", "disk", "index", "evaluation", "batches", "precision")
+DEFAULT_MODELS = {
+    "first-token": ("tiny", "smollm2", "large"),
+    "storing": ("smollm2", "large"),
+    "disk": ("smollm2",),
+    "evaluation": ("smollm2",),
+    "batches": ("small", "smollm2"),
+    "precision": ("smollm2",),
+}
 INDEX_CHUNKS = (1_000, 10_000, 100_000)
 
 
@@ -34,6 +54,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     known = ", ".join(models.BUILT_IN)
     parser.add_argument("--model", nargs="+", help=f"{known}, or any mlx-lm model's folder or hub id")
     parser.add_argument("--tokens", type=int, nargs="+", help="prefix lengths, in place of each section's own")
+    parser.add_argument("--queries", type=int, nargs="+", default=list(batches.DEFAULT_QUERIES), help="of a batch")
     parser.add_argument("--chunks", type=int, nargs="+", default=list(INDEX_CHUNKS), help="sizes of the index")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of each measurement (5)")
     parser.add_argument("--folder", type=Path, help="where banks and files are made (the system's temporary folder)")
@@ -91,6 +112,19 @@ def _run(section: str, options: argparse.Namespace, loaded: _Models) -> tuple[di
     elif section == "storing":
         result = storing.run(loaded.of(section), options.tokens or storing.DEFAULT_TOKENS, repeats, folder)
         found = storing.tables(result)
+    elif section == "batches":
+        lengths = options.tokens or batches.DEFAULT_TOKENS
+        result = batches.run(loaded.of(section), options.queries, lengths, repeats, folder)
+        found = batches.tables(result)
+    elif section == "precision":
+        result = precision.run(loaded.of(section))
+        found = precision.tables(result)
+    elif section == "evaluation":
+        if not evaluation.can_evaluate():
+            measuring.say(evaluation.LM_EVAL_MISSING)
+            return {"rows": []}, ""
+        result = evaluation.run(loaded.of(section), repeats, folder)
+        found = evaluation.tables(result)
     else:
         result = disk.run(loaded.of(section), folder)
         found = disk.tables(result)

@@ -16,11 +16,13 @@ these, with a message that says what to do next. On the way to a generation they
     ├── ShardError                  13
     │   ├── ShardMissingError       13   the shard's file is gone
     │   └── ShardCorruptError       13   the file is there and its bytes are not the ones that were stored
+    ├── ArchiveError                13   an archive that is not what `prefixbank export` writes: damaged, or made to harm
     ├── StorageError                 3   the file system refused (full, read-only, no permission, input/output error)
     ├── BankReadOnlyError            3   a write was asked of a bank that is opened read-only
     ├── UnsupportedCacheError        3   a cache class that prefixbank can't store exactly
     ├── FingerprintMismatchError     3   KV that belongs to another model, adapter or cache layout
-    └── DemoModelError               3   the demo's model could not be fetched or converted
+    ├── DemoModelError               3   the demo's model could not be fetched or converted
+    └── EvaluationError              3   an evaluation that can't be run: lm-eval or a task is missing or broken
 
     BankWarning (a UserWarning)          said once for each cause; generation goes on without the bank
 """
@@ -30,12 +32,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 __all__ = [
+    "ArchiveError",
     "BankBusyError",
     "BankNotFoundError",
     "BankReadOnlyError",
     "BankWarning",
     "ConfigError",
     "DemoModelError",
+    "EvaluationError",
     "FingerprintMismatchError",
     "IndexCorruptError",
     "PrefixBankError",
@@ -110,6 +114,12 @@ class ShardCorruptError(ShardError):
     """Say that a shard's bytes are not the ones that were stored."""
 
 
+class ArchiveError(PrefixBankError):
+    """Refuse an archive that is not what `prefixbank export` writes: damaged, or made to harm. Nothing was stored."""
+
+    exit_code = 13
+
+
 class StorageError(PrefixBankError):
     """Say that the file system refused: full, read-only, no permission, input/output error."""
 
@@ -128,6 +138,10 @@ class FingerprintMismatchError(PrefixBankError):
 
 class DemoModelError(PrefixBankError):
     """Say that the demo's model could not be fetched or converted."""
+
+
+class EvaluationError(PrefixBankError):
+    """Say that an evaluation can't be run: lm-evaluation-harness or a task is missing or broken."""
 
 
 class BankWarning(UserWarning):

@@ -18,16 +18,16 @@ from typer.main import get_command
 
 from prefixbank.cli.check import run as run_check
 from prefixbank.cli.demo import run as run_demo
+from prefixbank.cli.eval import run as run_eval
 from prefixbank.cli.explain import run as run_explain
 from prefixbank.cli.init import run as run_init
 from prefixbank.cli.ls import run as run_ls
 from prefixbank.cli.migrate import run as run_migrate
-from prefixbank.cli.options import DEFAULT_BUSY_TIMEOUT_S, BankChoice
+from prefixbank.cli.options import DEFAULT_BUSY_TIMEOUT_S, PASSING_ON, BankChoice
 from prefixbank.cli.output import print_text, say, silence_stdout, warnings_as_lines
 from prefixbank.cli.pin import run as run_pin
 from prefixbank.cli.prune import run as run_prune
 from prefixbank.cli.rm import run as run_rm
-from prefixbank.cli.serve import SETTINGS as SERVE_SETTINGS
 from prefixbank.cli.serve import run as run_serve
 from prefixbank.cli.show import run as run_show
 from prefixbank.cli.stats import run as run_stats
@@ -72,7 +72,8 @@ _VERBS: dict[str, Callable[..., None]] = {
 }
 for _verb, _run in _VERBS.items():
     app.command(_verb)(_run)
-app.command("serve", context_settings=SERVE_SETTINGS)(run_serve)
+app.command("serve", context_settings=PASSING_ON)(run_serve)
+app.command("eval", context_settings=PASSING_ON)(run_eval)
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,12 +14,6 @@ BUSY_TIMEOUT_S = 2.0
 """How long to wait for another process's transaction, if it is not said: requests wait as long."""
 
 DEFAULT_MEMORY_BYTES = "1GB"
-
-SETTINGS: dict[str, Any] = {
-    "allow_extra_args": True,  # those of mlx_lm.server
-    "ignore_unknown_options": True,
-    "help_option_names": [],
-}
 
 
 def run(

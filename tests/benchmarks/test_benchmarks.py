@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import disk, first_token, loading, models, plot, report, storing
+from benchmarks import disk, evaluation, first_token, loading, models, plot, report, storing
 from benchmarks.bare_read import BareRead
 from benchmarks.measuring import interleave, paired_ratio, random_token_ids
 
@@ -190,3 +190,26 @@ def test_bare_read_reads_whole_files(tmp_path: Path) -> None:
         (tmp_path / "2").write_bytes(b"shorter")
         with pytest.raises(RuntimeError, match="changed"):
             bare_read()
+
+
+def test_evaluation_gives_times_tokens_and_says_whether_results_are_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    result = evaluation.run([models.tiny()], 2, tmp_path, n_docs=6, n_shots=3)
+    assert [row["contender"] for row in result["rows"]] == list(evaluation.CONTENDERS)
+    for row in result["rows"]:
+        assert_times(row)
+        assert len(row["seconds"]) == row["n_repeats"] == 2
+        assert row["same"]
+    plain, first, again = (row["computed_tokens"] for row in result["rows"])
+    assert plain == result["rows"][1]["n_tokens"]
+    assert again <= first < plain
+    (table,) = evaluation.tables(result)
+    assert_aligned(table)
+
+
+def test_command_says_so_where_lm_eval_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "can_evaluate", lambda: False)
+    command.main(["evaluation"])
+    assert evaluation.LM_EVAL_MISSING in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -18,6 +19,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 NAMED_MODEL = "mlx-community/Llama-3.2-3B-Instruct-4bit"
 NAMED_URL = "http://127.0.0.1:8080/v1"
 SNIPPETS = dict(re.findall(r"<!-- snippet: (.+?) -->\n```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL))
+
+FILES = dict(re.findall(r"<!-- file: (.+?) -->\n```yaml\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL))
 
 Run = Callable[..., list[str]]
 
@@ -48,7 +51,7 @@ def server(tmp_path: Path, save_tiny: Callable[..., Path]) -> Iterator[ServerPro
 def test_every_snippet_is_run_here() -> None:
     text = PAGE.read_text("utf-8")
     assert len(SNIPPETS) == text.count("```python")
-    assert set(SNIPPETS) == {"generate", "batch_generate", "openai", "dspy", "langchain"}
+    assert set(SNIPPETS) == {"generate", "batch_generate", "openai", "dspy", "langchain", "lm_eval"}
 
 
 @pytest.mark.parametrize("name", ["generate", "batch_generate"])
@@ -56,6 +59,25 @@ def test_mlx_lm_goes_on_from_the_bank(name: str, run: Run) -> None:
     numbers = [int(line.rsplit(" ", 1)[-1]) for line in run(name) if "cached" in line]
     assert numbers
     assert all(numbers)
+
+
+def test_an_evaluation_of_the_shown_task_computes_a_part_of_its_tokens(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, "utf-8")
+    for split in ("train", "test"):
+        docs = [{"text": f"{split} lamp {n} is lovely", "label": n % 2} for n in range(10)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs), "utf-8")
+    accuracy, tokens = run("lm_eval")[-2:]
+    assert 0 <= float(accuracy) <= 1
+    computed, asked = map(int, re.findall(r"\d+", tokens))
+    assert computed < asked / 5
 
 
 @pytest.mark.parametrize("name", ["openai", "dspy", "langchain"])

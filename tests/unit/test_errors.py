@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from pkgutil import walk_packages
 
@@ -20,7 +21,8 @@ PUBLISHED_EXIT_CODES = {2, 3, 10, 11, 12, 13}
 def import_everything() -> None:
     for module in walk_packages(prefixbank.__path__, "prefixbank."):
         if not module.name.endswith("__main__"):
-            import_module(module.name)
+            with suppress(errors.EvaluationError):  # what needs an extra that is not installed
+                import_module(module.name)
 
 
 def subclasses(root: type[PrefixBankError]) -> Iterator[type[PrefixBankError]]:

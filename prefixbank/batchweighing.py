@@ -24,9 +24,6 @@ from prefixbank.weighing import BATCH_BYTES, ChoiceWeights, padded_rows, weigh
 
 __all__ = ["weigh_together"]
 
-_N_STEPS = 2
-"""How many forward passes a batch of prompts takes, their choices included, as a rule."""
-
 Follower = tuple[int, ChoiceWeights, Branch]
 """A run of choices, whose it is, and which sequence of a batch it follows on."""
 
@@ -50,7 +47,7 @@ def weigh_together(
         prefill_step_size=prefill_step_size,
         sharing=sharing,
         n_together=batch_size,
-        n_steps=_N_STEPS,
+        shared_from=lambda n: None if sharing is None else sharing.least_scored_tokens(n),
         declared=declared_prefixes([job.encoded.prompt for job in jobs]),
     )
     batches = _Batches(caches, jobs, name, prefill_step_size or caches.prefill_step_size, is_shared=walk.shares)

@@ -187,14 +187,16 @@ def _answers(
             else:
                 to_do[ids if options.repeatable else index.to_bytes(8, "big")].append(index)
         groups = list(to_do.values())
+        sharing = sharing_for(caches, options.shared_attention) if options.batch_size > 1 else None
+        n_steps = options.max_tokens if options.max_tokens > 0 else MOST_STEPS
         walk = TrieWalk(
             caches,
             [token_ids[group[0]] for group in groups],
             hold_back=options.hold_back,
             prefill_step_size=options.prefill_step_size,
-            sharing=sharing_for(caches, options.shared_attention) if options.batch_size > 1 else None,
+            sharing=sharing,
             n_together=options.batch_size,
-            n_steps=options.max_tokens if options.max_tokens > 0 else MOST_STEPS,
+            shared_from=lambda n: None if sharing is None else sharing.least_tokens(n, n_steps),
             declared=declared_prefixes([prompts[group[0]] for group in groups]),
         )
         with closing(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -84,14 +84,14 @@ class TrieWalk:
         prefill_step_size: int | None = None,
         sharing: Sharing | None = None,
         n_together: int = 1,
-        n_steps: int = 1,
+        shared_from: Callable[[int], int | None] = lambda _: None,
         declared: Sequence[bytes] = (),
     ) -> None:
         """Take packed prompts; the last `hold_back` tokens of each, and at least one, are computed with the prompt.
 
         `declared` are packed prefixes that are computed apart and stored even if one prompt alone has them. With
-        `sharing`, caches of jobs share the rows of runs where that pays for `n_together` jobs at a time that go on for
-        `n_steps` steps.
+        `sharing`, caches of jobs share the rows of runs that are as long as `shared_from` says for as many jobs as are
+        run at a time, `n_together` at most.
         """
         self._caches = caches
         self._n_prompts = len(token_ids)
@@ -107,7 +107,7 @@ class TrieWalk:
         n_unique_last = min(n_unique - n_unique_tokens(bodies), len(token_ids))
         fold_small_runs(self._root, _LEAST_REPEATS, n_unique // 100 + n_unique_last)
         self._sharing = sharing
-        self._sharing_runs = self._runs_to_share(n_together, n_steps)
+        self._sharing_runs = self._runs_to_share(n_together, shared_from)
         self._stored: dict[SharedRun | int, int] = {}
         self._bank_fails = False
         self._n_computed = 0  # for the next prompt that is given out, and others
@@ -139,7 +139,7 @@ class TrieWalk:
         """Return the prompts that go on behind a run alone: its members, without declared prefixes."""
         return [member for member in run.members if member < self._n_prompts]
 
-    def _runs_to_share(self, n_together: int, n_steps: int) -> set[SharedRun]:
+    def _runs_to_share(self, n_together: int, shared_from: Callable[[int], int | None]) -> set[SharedRun]:
         """Return the runs whose rows are to be shared, each for what it adds to those above it."""
         if self._sharing is None or n_together < 2:
             return set()
@@ -150,7 +150,7 @@ class TrieWalk:
         found = set()
         n_above = {self._root: 0}
         for run in runs:
-            least = self._sharing.least_tokens(min(n_below[run], n_together), n_steps)
+            least = shared_from(min(n_below[run], n_together))
             if least is not None and run.end - n_above[run] >= least:
                 found.add(run)
                 n_above[run] = run.end

@@ -31,6 +31,10 @@ _TRIED_TOKENS = (32, 64, 128, 256, 512, 1024)
 _TRIED_OWN = 32
 _TRIED_LAYERS = 4
 _TRIES = 5
+_GPU_MARGIN = 0.8
+"""What part of merged attention's time shared attention may take on GPUs, where its many small kernels cost more in a
+whole model than among themselves (docs/performance.md)."""
+_LEAST_SCORED = 64
 MOST_STEPS = 32
 """More steps than these are as likely as not cut short by the end of an answer."""
 _TOLERANCE = 0.05
@@ -182,6 +186,16 @@ class Sharing:
             self._least[rounded] = next((n for n in _TRIED_TOKENS if self._is_faster(*rounded, n)), None)
         return self._least[rounded]
 
+    def least_scored_tokens(self, n_sequences: int) -> int | None:
+        """Return how long a prefix must be for that many sequences to be scored faster with shared rows.
+
+        Scores take two steps or so, so that merging the caches and picking sequences out of them is most of the work of
+        merged ones. Shared rows were faster or as fast from 64 tokens on (docs/performance.md).
+        """
+        if not self.leaves or n_sequences < 2:
+            return None
+        return 1 if self._always else _LEAST_SCORED
+
     def _is_faster(self, n_sequences: int, n_steps: int, n_tokens: int) -> bool:
         assert self._shapes is not None
         n_kv_heads, width, value_width, dtype = self._shapes
@@ -217,7 +231,8 @@ class Sharing:
                 lambda: mx.fast.scaled_dot_product_attention(queries, *merged, scale=scale, mask=masks[0])
             )
             with_shared = _least_seconds(lambda: attend(queries, *own, levels, scale, masks[1]))
-        return with_shared <= with_merged + of_merging / n_steps
+        margin = _GPU_MARGIN if mx.default_device().type == mx.DeviceType.gpu else 1.0
+        return with_shared <= (with_merged + of_merging / n_steps) * margin
 
 
 def _members(batch: Sequence[Any]) -> Iterator[Any]:

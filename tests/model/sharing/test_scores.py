@@ -10,6 +10,7 @@ import pytest
 
 from prefixbank import ConfigError, PrefixBank, PromptError
 from prefixbank.chunking import unpack_token_ids
+from prefixbank.kvcache.sharedrows import SharedKVCache
 from tests.model.sharing.test_batches import SHARING
 from tests.model.test_scoring import CHOICES, N_RUNS, plain
 from tests.model.tiny import CONFIGS, build_model, random_ids
@@ -117,6 +118,19 @@ def test_batches_stay_within_their_bytes(llm: Any, monkeypatch: pytest.MonkeyPat
     steps = llm.score_many(PROMPTS, EACH, prefill_step_size=2)
     for result, right in zip(steps, whole, strict=True):
         np.testing.assert_allclose(result.log_probs, right.log_probs, atol=1e-4)
+
+
+@pytest.mark.parametrize(("n_shared", "choice", "expected"), [(63, "auto", 0), (64, "auto", 6), (9, "always", 6)])
+def test_scores_share_prefixes_of_64_tokens(
+    n_shared: int, choice: Any, expected: int, llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    init = SharedKVCache.__init__
+    monkeypatch.setattr(SharedKVCache, "__init__", lambda self, *given: made.append(given) or init(self, *given))
+    llm._caches.sharing(always=choice == "always")  # tries a batch out
+    made.clear()
+    llm.score_many([random_ids(n_shared) + random_ids(20, seed=n) for n in range(6)], CHOICES, shared_attention=choice)
+    assert sum(bool(chain) for chain, _ in made) == expected * 2  # layers
 
 
 def test_unknown_token_ids_of_choices_are_refused_before_most_is_computed(llm: Any, small_bank: PrefixBank) -> None:

@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="where banks and files are made (the system's temporary folder)")
     parser.add_argument("--mlx-cache", metavar="SIZE", help="how much freed memory MLX keeps (mx.set_cache_limit)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw first-token there (.svg or .png)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw first-token, or batches, there (.svg or .png)")
     options = parser.parse_args(arguments)
     unknown = set(options.sections) - {*SECTIONS, "all"}
     if unknown:
@@ -132,11 +132,14 @@ def _run(section: str, options: argparse.Namespace, loaded: _Models) -> tuple[di
 
 
 def _plot(results: dict[str, Any], path: Path) -> None:
-    if not results.get("first-token", {}).get("rows"):
-        measuring.say("no plot: it shows first-token, which was not measured")
-    else:
+    if results.get("first-token", {}).get("rows"):
         plot.save(results["first-token"], path)
-        measuring.say(f"plot: {path}")
+    elif results.get("batches", {}).get("rows"):
+        plot.save_batches(results["batches"], path)
+    else:
+        measuring.say("no plot: it shows first-token or batches, which were not measured")
+        return
+    measuring.say(f"plot: {path}")
 
 
 class _Models:

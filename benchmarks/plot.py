@@ -1,4 +1,7 @@
-"""Own the plot: time to the first token against prefix length, one line a contender, one panel a model."""
+"""Own the plots: time to the first token against prefix length, and times of a step against the size of a batch.
+
+One panel a model, one line a contender (for batches: a contender and prefix length).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 from benchmarks.first_token import CONTENDERS
 
-__all__ = ["MATPLOTLIB_MISSING", "SUFFIXES", "can_plot", "save"]
+__all__ = ["MATPLOTLIB_MISSING", "SUFFIXES", "can_plot", "save", "save_batches"]
 
 SUFFIXES = (".svg", ".png")
 
@@ -77,6 +80,44 @@ def save(result: Mapping[str, Any], path: Path) -> None:
     figure.legend(
         *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2 + len(models), frameon=False
     )
+    figure.savefig(path, dpi=150)
+
+
+def save_batches(result: Mapping[str, Any], path: Path) -> None:
+    """Plot the steps of `batches.run` into an SVG or PNG file, as its suffix says."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    figure = Figure(figsize=(1.5 + 4.5 * len(models), 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(models), squeeze=False)[0]
+    looks = {"merged": ("#D55E00", "--"), "shared": ("#0072B2", "-")}
+    for panel, model in zip(axes, models, strict=True):
+        of_model = [row for row in result["rows"] if row["model"] == model]
+        lengths = sorted({row["n_tokens"] for row in of_model})
+        for name, (colour, dashes) in looks.items():
+            for n_tokens, marker in zip(lengths, "osD^vPX", strict=False):
+                rows = [row for row in of_model if (row["contender"], row["n_tokens"]) == (name, n_tokens)]
+                panel.plot(
+                    [row["n_queries"] for row in rows],
+                    [row["step_s"] for row in rows],
+                    color=colour,
+                    linestyle=dashes,
+                    marker=marker,
+                    label=f"{name}, {n_tokens:,} tokens",
+                )
+        ticks = sorted({row["n_queries"] for row in of_model})
+        panel.set(xscale="log", yscale="log", xlabel="queries in the batch")
+        panel.set_title(model, fontsize=10)
+        panel.set_xticks(ticks, [f"{n:,}" for n in ticks])
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.minorticks_off()
+        panel.yaxis.set_major_formatter(FuncFormatter(_seconds))
+        panel.grid(alpha=0.3)
+    axes[0].set_ylabel("time of a step (median)")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=150)
 
 

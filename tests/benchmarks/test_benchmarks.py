@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx.utils import tree_flatten
 
 from benchmarks import __main__ as command
-from benchmarks import disk, evaluation, first_token, loading, models, plot, report, storing
+from benchmarks import batches, disk, evaluation, first_token, loading, models, plot, precision, report, storing
 from benchmarks.bare_read import BareRead
 from benchmarks.measuring import interleave, paired_ratio, random_token_ids
 
@@ -213,3 +214,36 @@ def test_command_says_so_where_lm_eval_is_missing(
     monkeypatch.setattr(evaluation, "can_evaluate", lambda: False)
     command.main(["evaluation"])
     assert evaluation.LM_EVAL_MISSING in capsys.readouterr().err
+
+
+def test_batches_have_a_row_for_each_contender_and_a_plot(tiny: models.BenchModel, tmp_path: Path) -> None:
+    result = batches.run([tiny], (1, 3), (20, 70), 1, tmp_path, n_scored=4)
+    assert [(row["n_tokens"], row["n_queries"], row["contender"]) for row in result["rows"]] == [
+        (n_tokens, n_queries, name) for n_tokens in (20, 70) for n_queries in (1, 3) for name in ("merged", "shared")
+    ]
+    for row in result["rows"]:
+        assert_times(row)
+        assert row["peak_bytes"] > 0
+    assert {row["contender"] for row in result["scores"]} >= {"one by one", "merged", "shared", "auto"}
+    for row in result["scores"]:
+        assert_times(row)
+    tables = batches.tables(result)
+    assert [len(table.rows) for table in tables] == [4, len(result["scores"])]
+    for table in tables:
+        assert_aligned(table)
+    plot.save_batches(result, tmp_path / "batches.svg")
+    assert (tmp_path / "batches.svg").stat().st_size > 1000
+
+
+def test_precision_compares_both_kinds_of_caches(tiny: models.BenchModel) -> None:
+    before = [array.dtype for _, array in tree_flatten(tiny.model.parameters())]
+    result = precision.run([tiny], n_answer=3)
+    assert [(row["dtype"], row["contender"]) for row in result["rows"]] == [
+        (dtype, name) for dtype in ("bfloat16", "float16") for name in ("merged", "shared")
+    ]
+    for row in result["rows"]:
+        assert 0 < row["mean_error"] <= row["max_error"] < 0.1
+        assert row["n_positions"] == 24
+    (table,) = precision.tables(result)
+    assert_aligned(table)
+    assert [array.dtype for _, array in tree_flatten(tiny.model.parameters())] == before

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from prefixbank.chunking import TOKEN_BYTES, common_run, pack_token_ids, unpack_token_ids
 from prefixbank.errors import ConfigError, PromptError
 from prefixbank.fewshot import RenderedPrompt
-from prefixbank.prompts import EncodedPrompt, Prompt, PromptEncoder
+from prefixbank.prompts import EncodedPrompt, Prompt, PromptEncoder, check_length
 
 __all__ = ["Branch", "Choice", "EncodedChoices", "Normalise", "branches", "checked_choices", "encode_choices"]
 
@@ -32,6 +32,12 @@ class EncodedChoices:
     prompt: EncodedPrompt
     suffixes: tuple[tuple[int, ...], ...]
     texts: tuple[str, ...]
+
+    def check_lengths(self, n_most: int | None) -> None:
+        """Raise `PromptError` for a prompt that is longer with a choice than the model's context."""
+        longest = max(range(len(self.suffixes)), key=lambda index: len(self.suffixes[index]))
+        whole = self.prompt.token_ids + bytes(len(self.suffixes[longest]) * TOKEN_BYTES)
+        check_length(whole, n_most, f"the prompt with choice {longest}")
 
     def lengths(self, unit: Normalise) -> list[int]:
         """Return each choice's length in a unit; 1 for "none". Raises `ConfigError` for an unknown unit."""
@@ -91,7 +97,7 @@ def checked_choices(choices: Iterable[Choice]) -> tuple[str | tuple[int, ...], .
         if not choice:
             raise PromptError(f"choice {index} is empty: at least one token is needed")
         if choice in indices:
-            raise PromptError(f"choice {index} is the same as choice {indices[choice]}: {choice!r}")
+            raise PromptError(f"choice {index} is the same as choice {indices[choice]}")
         indices[choice] = index
         checked.append(choice)
     if not checked:
@@ -124,7 +130,7 @@ def encode_choices(
     for index, whole in enumerate(wholes):
         suffix = whole[n_shared * TOKEN_BYTES :]
         if not suffix:
-            raise PromptError(f"choice {index} ({choices[index]!r}) adds no token to the prompt")
+            raise PromptError(f"choice {index} adds no token to the prompt")
         if suffix in suffixes:
             raise PromptError(f"choice {index} has the same token ids as choice {suffixes[suffix]}")
         suffixes[suffix] = index

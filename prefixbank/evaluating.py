@@ -24,6 +24,7 @@ from prefixbank.errors import ConfigError, EvaluationError, PromptError
 from prefixbank.generation import Sampler
 from prefixbank.model import BankedModel
 from prefixbank.promptcaches import Progress
+from prefixbank.scoring import score_many
 
 try:
     from lm_eval.api.model import LM
@@ -177,7 +178,10 @@ class BankedLM(MLXLM):  # type: ignore[misc]  # mlx-lm is untyped
         if not questions:
             return scores
         with _bar(len(questions)) as progress:
-            results = self._llm.score_many(
+            results = score_many(  # of prompts of any length, as MLXLM does
+                self._llm._caches,
+                self._llm._encoder,
+                self.tokenizer,
                 [question.prompt for question in questions],
                 [question.continuations for question in questions],
                 batch_size=self._batch_size,

@@ -24,7 +24,7 @@ from prefixbank.generation import GenerationResult, LogitsProcessor, Sampler
 from prefixbank.kvcache.parameters import digest_parameters
 from prefixbank.kvcache.sharing import MOST_STEPS
 from prefixbank.promptcaches import PromptCaches
-from prefixbank.prompts import EncodedPrompt, Prompt, PromptEncoder
+from prefixbank.prompts import EncodedPrompt, Prompt, PromptEncoder, check_length, context_tokens
 from prefixbank.resolver import REASON_NONE
 from prefixbank.resultsfile import ResultLine, ResultsFile, prompt_digest
 from prefixbank.triewalk import Job, TrieWalk, declared_prefixes
@@ -94,7 +94,7 @@ def generate_many(
     """
     if isinstance(prompts, str | bytes | dict) or not isinstance(prompts, Iterable):
         raise PromptError("generate_many takes several prompts: for one, use generate or put it into a list")
-    encoded = list(_encode_all(encoder, prompts, _context_tokens(caches.model)))
+    encoded = list(_encode_all(encoder, prompts, context_tokens(caches.model)))
     results_file = None
     if options.results_file is not None:
         results_file = Path(options.results_file), _settings_digest(caches, tokenizer, options)
@@ -132,16 +132,8 @@ def _encode_all(encoder: PromptEncoder, prompts: Iterable[Prompt], n_most: int |
             raise PromptError(f"prompt {index}: {exc}") from exc
         except Exception as exc:  # tokenizers raise whatever they like
             raise PromptError(f"prompt {index} can't be encoded: {exc}") from exc
-        n_tokens = len(encoded.token_ids) // TOKEN_BYTES
-        if n_most is not None and n_tokens > n_most:
-            raise PromptError(f"prompt {index} has {n_tokens} tokens, but the model's context holds {n_most}")
+        check_length(encoded.token_ids, n_most, f"prompt {index}")
         yield encoded
-
-
-def _context_tokens(model: Any) -> int | None:
-    """Return how many tokens the model's positions reach, where its config says so."""
-    n_tokens = getattr(getattr(model, "args", None), "max_position_embeddings", None)
-    return n_tokens if isinstance(n_tokens, int) and n_tokens > 0 else None
 
 
 def _settings_digest(caches: PromptCaches, tokenizer: Any, options: ManyOptions) -> str:

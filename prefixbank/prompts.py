@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prefixbank.chunking import common_run, pack_token_ids, unpack_token_ids
+from prefixbank.chunking import TOKEN_BYTES, common_run, pack_token_ids, unpack_token_ids
 from prefixbank.errors import PromptError
 from prefixbank.fewshot import FewShotPrompt, RenderedPrompt
 
-__all__ = ["EncodedPrompt", "Prompt", "PromptEncoder"]
+__all__ = ["EncodedPrompt", "Prompt", "PromptEncoder", "check_length", "context_tokens"]
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | RenderedPrompt
 """A text, token ids (a list, or an array with `tolist`), chat messages, or what `FewShotPrompt.render` returns."""
@@ -30,6 +30,19 @@ class EncodedPrompt:
 
     token_ids: bytes
     n_shared_tokens: int | None = None
+
+
+def context_tokens(model: Any) -> int | None:
+    """Return how many tokens the model's positions reach, where its config says so."""
+    n_tokens = getattr(getattr(model, "args", None), "max_position_embeddings", None)
+    return n_tokens if isinstance(n_tokens, int) and n_tokens > 0 else None
+
+
+def check_length(token_ids: bytes, n_most: int | None, what: str = "the prompt") -> None:
+    """Raise `PromptError` for packed token ids that are more than a model's context holds."""
+    n_tokens = len(token_ids) // TOKEN_BYTES
+    if n_most is not None and n_tokens > n_most:
+        raise PromptError(f"{what} has {n_tokens} tokens, but the model's context holds {n_most}")
 
 
 class PromptEncoder:

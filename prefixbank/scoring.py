@@ -68,10 +68,12 @@ def score(
     normalise: Normalise = "none",
     calibrate: Prompt | Sequence[Prompt] | None = None,
     prefill_step_size: int | None = None,
+    context_tokens: int | None = None,
 ) -> ScoreResult:
-    """Score choices behind one prompt; see `BankedModel.score`."""
+    """Score choices behind one prompt; see `BankedModel.score`. More than `context_tokens` are refused."""
     checked = checked_choices(choices)
     encoded = encode_choices(encoder, tokenizer, prompt, checked)
+    encoded.check_lengths(context_tokens)
     encoded.lengths(normalise)
     blanks = [
         _named(f"calibrate {n}", encode_choices, encoder, tokenizer, blank, checked)
@@ -94,8 +96,9 @@ def score_many(
     progress: Callable[[int, int], None] | None = None,
     batch_size: int = 16,
     shared_attention: SharedAttention = "auto",
+    context_tokens: int | None = None,
 ) -> list[ScoreResult]:
-    """Score choices behind many prompts; see `BankedModel.score_many`."""
+    """Score choices behind many prompts; see `BankedModel.score_many`. More than `context_tokens` are refused."""
     check_shared_attention(shared_attention)
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} must be at least 1")
@@ -110,6 +113,8 @@ def score_many(
         _named(f"prompt {n}", encode_choices, encoder, tokenizer, prompt, own)
         for n, (prompt, own) in enumerate(zip(prompts, each, strict=True))
     ]
+    for n, job in enumerate(jobs):
+        _named(f"prompt {n}", job.check_lengths, context_tokens)
     blanks = _content_free(calibrate)
     # Content-free prompts are scored among the others, where their prefix is, and once for the same choices.
     free_at: dict[tuple[str | tuple[int, ...], ...], range] = {}

@@ -529,6 +529,26 @@ def test_unusable_choices_are_refused_by_their_index(choices: Any, message: str,
     assert is_plain(llm.model, score(llm, PROMPT, [[1], [2]]), PROMPT, [[1], [2]])
 
 
+def test_prompts_beyond_the_models_context_are_refused(
+    tokenizer: Any, small_bank: PrefixBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = small_bank.attach(build_model("qwen3_next"), tokenizer)
+    monkeypatch.setattr(llm.model.args, "max_position_embeddings", 30)
+    prompt = random_ids(29)
+    assert llm.generate(random_ids(30), max_tokens=1).computed_tokens == 30
+    score(llm, prompt, [[1]])
+    for call in (
+        lambda: llm.generate(random_ids(31), max_tokens=1),
+        lambda: score(llm, prompt, [[1], [2, 3]]),
+        lambda: score_many(llm, [prompt, prompt], [[[1]], [[2, 3]]]),
+        lambda: llm.generate_many([prompt, random_ids(31)], max_tokens=1),
+    ):
+        with pytest.raises(PromptError, match=r"has 31 tokens, but the model's context holds 30"):
+            call()
+    with pytest.raises(PromptError, match="prompt 1: the prompt with choice 0 has 31"):
+        score_many(llm, [prompt, prompt], [[[1]], [[2, 3]]])
+
+
 def test_choices_with_the_same_token_ids_are_refused(llm: Any) -> None:
     ids = llm.tokenizer.encode(" positive", add_special_tokens=False)
     with pytest.raises(PromptError, match="choice 1 has the same token ids as choice 0"):

@@ -15,9 +15,11 @@ from prefixbank import errors
 
 if TYPE_CHECKING:
     from prefixbank.advice import Analysis, PartingPoint, PromptFinding
+    from prefixbank.archives import ArchivedPrefix, Exported, Imported
     from prefixbank.bank import BankStats, PrefixBank
     from prefixbank.check import CheckReport, Finding
     from prefixbank.errors import (
+        ArchiveError,
         BankBusyError,
         BankNotFoundError,
         BankReadOnlyError,
@@ -55,6 +57,7 @@ __version__: str  # looked up when it is asked for
 
 _HOMES = {
     "advice": ("Analysis", "PartingPoint", "PromptFinding"),
+    "archives": ("ArchivedPrefix", "Exported", "Imported"),
     "bank": ("BankStats", "PrefixBank"),
     "check": ("CheckReport", "Finding"),
     "errors": tuple(errors.__all__),
@@ -76,6 +79,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Analysis",
+    "ArchiveError",
+    "ArchivedPrefix",
     "BankBusyError",
     "BankNotFoundError",
     "BankReadOnlyError",
@@ -91,11 +96,13 @@ __all__ = [
     "EvaluationError",
     "Example",
     "Explanation",
+    "Exported",
     "FewShotPrompt",
     "FileState",
     "Finding",
     "FingerprintMismatchError",
     "GenerationResult",
+    "Imported",
     "IndexCorruptError",
     "Lease",
     "ManyResult",

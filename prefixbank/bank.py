@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -16,14 +16,17 @@ from prefixbank.config import BankOptions, Durability, LoadRule, Verify, default
 from prefixbank.errors import BankReadOnlyError, ConfigError, PrefixBankError, UnknownPrefixError
 from prefixbank.index import chunk_rows, namespace_rows, prefix_rows, rates_rows
 from prefixbank.index.namespace_rows import NamespaceUsage
+from prefixbank.rootfile import refusals
 from prefixbank.session import BankSession
 from prefixbank.shards import disk_bytes
 from prefixbank.values import ChunkRecord, Namespace, PrefixRecord, Rates
 
 if TYPE_CHECKING:
+    from prefixbank.archives import Exported, Imported
     from prefixbank.fewshot import FewShotPrompt
     from prefixbank.model import BankedModel
     from prefixbank.prefixfiles import PrefixFile
+    from prefixbank.repair import RepairPlan
 
 __all__ = ["BankStats", "PrefixBank"]
 
@@ -121,7 +124,8 @@ class PrefixBank:
             chunk_tokens=chunk_tokens,
             busy_timeout_s=busy_timeout_s,
         )
-        bank = cls(BankSession.open(path, options, create=create))
+        with refusals(path):
+            bank = cls(BankSession.open(path, options, create=create))
         if not bank.read_only and bank._session.options.max_bytes is not None:
             try:
                 bank._hold_budget(bank._session.options.max_bytes)
@@ -266,7 +270,7 @@ class PrefixBank:
         self._set_pinned(name, False)
 
     def _set_pinned(self, name: str, pinned: bool) -> None:
-        with self._session.index.writing() as tx:
+        with self._session.naming() as tx:
             n_named = prefix_rows.set_pinned(tx, name, pinned)
         if not n_named:
             raise UnknownPrefixError(f"no prefix is named {name!r}: `prefixbank ls` lists the names")
@@ -282,7 +286,7 @@ class PrefixBank:
         if dry_run:
             return todo
         self._session.memory.clear()
-        with self._session.index.writing() as tx:
+        with self._session.naming() as tx:
             prefix_rows.delete(tx, name)
         return eviction.execute(self._session.index, self._session.shards, todo)
 
@@ -318,6 +322,9 @@ class PrefixBank:
             namespace_id=None if namespace is None else self._find_namespace(namespace).id,
         )
         leftovers = eviction.find_leftovers(self._session.index, self._session.shards, time.time())
+        if limit is not None:  # files of stores in progress, or that were killed just now, take room too
+            unnamed = eviction.find_unnamed(self._session.index, self._session.shards, time.time())
+            policy = replace(policy, max_bytes=limit - unnamed.n_young_bytes)
         quarantined = tuple(self._session.shards.iter_files("quarantine"))
         with self._session.index.reading() as tx:
             todo = eviction.plan(tx, policy, quarantined=quarantined, leftovers=leftovers)
@@ -328,6 +335,47 @@ class PrefixBank:
         self._session.memory.clear()
         return eviction.execute(self._session.index, self._session.shards, todo)
 
+    def export_prefixes(
+        self,
+        path: str | os.PathLike[str],
+        names: Sequence[str] = (),
+        *,
+        namespace: str | None = None,
+        dry_run: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Exported:
+        """Write named prefixes to a new archive, for `import_prefixes` of another bank; returns what it holds.
+
+        Its token ids and KV reveal the prompts; the file has mode 0600. Without `names` all prefixes are exported, or
+        all of the namespace whose fingerprint begins so; with `dry_run` nothing is written. Raises `ConfigError` where
+        the file is there already, `UnknownPrefixError`, `ShardError`, `StorageError`.
+        """
+        from prefixbank import archives  # late: few need it
+
+        namespace_id = None if namespace is None else self._find_namespace(namespace).id
+        return archives.export_prefixes(
+            self._session, Path(path), names, namespace_id, dry_run=dry_run, progress=progress
+        )
+
+    def import_prefixes(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        replace: bool = False,
+        dry_run: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Imported:
+        """Store the prefixes of an archive, with their names and pins; returns what was done, or would be.
+
+        All of the archive is proven before anything is stored, but for the KV itself, which only computing it again
+        could prove: import what you would also let into your prompts. What the bank has stays as it is; a name that
+        another prefix has stays with that, unless `replace`. Raises `ArchiveError`, `SchemaError`,
+        `FingerprintMismatchError`, `StorageError` (it does not fit), `BankReadOnlyError`: then nothing was stored.
+        """
+        from prefixbank import archives
+
+        return archives.import_prefixes(self._session, Path(path), replaces=replace, dry_run=dry_run, progress=progress)
+
     def check(
         self, *, read_data: bool = False, progress: Callable[[int, int], None] | None = None
     ) -> checking.CheckReport:
@@ -336,7 +384,36 @@ class PrefixBank:
         `read_data` reads every shard and proves its digest; `progress` is called with (bytes done, bytes in all).
         """
         self._session.settle()
-        return checking.check(self._session.index, self._session.shards, read_data=read_data, progress=progress)
+        with refusals(self.root):
+            return checking.check(self._session.index, self._session.shards, read_data=read_data, progress=progress)
+
+    def repair(
+        self,
+        *,
+        read_data: bool = False,
+        unproven: bool = False,
+        dry_run: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> RepairPlan:
+        """Put right what `check` finds, and return what was done, or with `dry_run` would be; see `repair.repair`.
+
+        A bank whose index is lost or broken is repaired by `prefixbank.repair.repair(root)`, as it can't be opened.
+        """
+        from prefixbank.repair import repair  # late: seldom asked for
+
+        if self.read_only and not dry_run:
+            raise BankReadOnlyError(f"{self.root} is opened read-only: nothing can be repaired")
+        self._session.settle()
+        self._session.memory.clear()
+        return repair(
+            self.root,
+            read_data=read_data,
+            unproven=unproven,
+            dry_run=dry_run,
+            durability=self._session.options.durability,
+            busy_timeout_s=self._session.options.busy_timeout_s,
+            progress=progress,
+        )
 
     def flush(self) -> None:
         """Wait until all that was given to be stored is written, and write down which prefixes were used.
@@ -368,7 +445,7 @@ class PrefixBank:
         """Return the namespace of `FINGERPRINT[/SALT]`, cut short or whole; `FINGERPRINT/` is the one without salt."""
         start, slash, salt = selector.lower().partition("/")
         with self._session.index.reading() as tx:
-            all_of_them = [usage.namespace for usage in namespace_rows.list_usage(tx)]
+            all_of_them = namespace_rows.list_all(tx)
         found = [n for n in all_of_them if n.fingerprint.startswith(start) and n.salt_digest.startswith(salt)]
         if slash and not salt:
             found = [n for n in found if not n.salt_digest]
@@ -380,10 +457,11 @@ class PrefixBank:
         return found[0]
 
     def _hold_budget(self, max_bytes: int) -> None:
-        policy = eviction.PrunePolicy(max_bytes=max_bytes)
         quarantined = tuple(self._session.shards.iter_files("quarantine"))
         with self._session.index.reading() as tx:
             knows_nothing = chunk_rows.disk_bytes(tx) == 0
+        unnamed = eviction.find_unnamed(self._session.index, self._session.shards, time.time())
+        policy = eviction.PrunePolicy(max_bytes=max_bytes - unnamed.n_young_bytes)
         # The files that a lost index leaves take room like any other; looking for them reads every folder, so that is
         # done only where the index is as new. They go only if they must: an index can be rebuilt from them.
         leftovers = (
@@ -391,11 +469,12 @@ class PrefixBank:
         )
         fits = sum(disk_bytes(file.n_bytes) for file in (*leftovers, *quarantined)) <= max_bytes
         with self._session.index.reading() as tx:
-            todo = eviction.plan(tx, policy, quarantined=quarantined, leftovers=() if fits else leftovers)
+            todo = eviction.plan(tx, policy, quarantined=quarantined, leftovers=unnamed.old if fits else leftovers)
         if todo.chunks or todo.files:
             eviction.execute(self._session.index, self._session.shards, todo)
-        if todo.kept_bytes > max_bytes:
+        if todo.kept_bytes > max_bytes - unnamed.n_young_bytes:
             self._session.warn(
                 "budget",
-                f"{self.root} is above its budget of {max_bytes} bytes by what is pinned: unpin something",
+                f"{self.root} is above its budget of {max_bytes} bytes by what is pinned, or was left by "
+                "processes that were killed within the hour: unpin something",
             )

@@ -16,7 +16,7 @@ these, with a message that says what to do next. On the way to a generation they
     ├── ShardError                  13
     │   ├── ShardMissingError       13   the shard's file is gone
     │   └── ShardCorruptError       13   the file is there and its bytes are not the ones that were stored
-    ├── ArchiveError                13   an archive that is not what `prefixbank export` writes: damaged, or made to harm
+    ├── ArchiveError                13   an archive that is not what `prefixbank export` writes: damaged or hostile
     ├── StorageError                 3   the file system refused (full, read-only, no permission, input/output error)
     ├── BankReadOnlyError            3   a write was asked of a bank that is opened read-only
     ├── UnsupportedCacheError        3   a cache class that prefixbank can't store exactly
@@ -121,7 +121,12 @@ class ArchiveError(PrefixBankError):
 
 
 class StorageError(PrefixBankError):
-    """Say that the file system refused: full, read-only, no permission, input/output error."""
+    """Say that the file system refused: full, read-only, no permission, input/output error.
+
+    `index_is_full` tells that there was no room for a change of the index: not even for one that deletes.
+    """
+
+    index_is_full = False
 
 
 class BankReadOnlyError(PrefixBankError):

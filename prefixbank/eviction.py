@@ -6,13 +6,15 @@ first, files after the commit: a crash between leaves a file that nothing names,
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from prefixbank.errors import StorageError
 from prefixbank.index import Index, chunk_rows, prefix_rows
 from prefixbank.shards import FileOnDisk, ShardStore, disk_bytes
 from prefixbank.values import ChunkKey, ChunkRecord, PrefixRecord
@@ -26,6 +28,7 @@ GRACE_S = 3600
 """How old a file without a row must be to count as left over: a store may be about to commit its row."""
 
 _ROWS_PER_TRANSACTION = 2000
+_FIRST_ROOM_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +187,36 @@ def find_leftovers(index: Index, shards: ShardStore, now_s: float) -> tuple[File
         return ()
     with index.reading() as tx:
         named = chunk_rows.file_names(tx)
+    return tuple(file for file in old if not _is_named(file, named, shards))
 
-    def is_named(file: FileOnDisk) -> bool:
-        _, _, name = file.path.rpartition("/")
-        return name in named and str(shards.path_of(name)) == f"{shards.root}/{file.path}"
 
-    return tuple(file for file in old if not is_named(file))
+def _is_named(file: FileOnDisk, named: Set[str], shards: ShardStore) -> bool:
+    _, _, name = file.path.rpartition("/")
+    return name in named and str(shards.path_of(name)) == f"{shards.root}/{file.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unnamed:
+    """Hold the files without a row that `tmp` tells of: those of stores in progress, and of processes that died.
+
+    They take room like any other. `old` ones can be deleted; `n_young_bytes` is what the others take.
+    """
+
+    old: tuple[FileOnDisk, ...] = ()
+    n_young_bytes: int = 0
+
+
+def find_unnamed(index: Index, shards: ShardStore, now_s: float) -> Unnamed:
+    """Return what lies in `tmp` or is noted there, and has no row. Looks into no other folder."""
+    files = list(shards.iter_noted())
+    if not files:
+        return Unnamed()
+    with index.reading() as tx:
+        named = chunk_rows.named_among(tx, [file.path.rpartition("/")[2] for file in files])
+    files = [file for file in files if not _is_named(file, named, shards)]
+    old = tuple(file for file in files if now_s - file.mtime_s > GRACE_S)
+    n_bytes = sum(disk_bytes(file.n_bytes) for file in files)
+    return Unnamed(old, n_bytes - sum(disk_bytes(file.n_bytes) for file in old))
 
 
 def execute(index: Index, shards: ShardStore, todo: PrunePlan) -> PrunePlan:
@@ -200,17 +227,62 @@ def execute(index: Index, shards: ShardStore, todo: PrunePlan) -> PrunePlan:
     removed: list[PlannedChunk] = []
     for low in range(0, len(todo.chunks), _ROWS_PER_TRANSACTION):
         group = todo.chunks[low : low + _ROWS_PER_TRANSACTION]
-        with index.writing() as tx:
-            pinned = prefix_rows.pinned_chain_keys(tx)  # what was pinned since the plan was made
-            unpinned = (planned.record for planned in group if planned.record.key not in pinned)
-            gone = chunk_rows.delete_many(tx, unpinned)
+        note = shards.write_note(p.record.file_name for p in group if p.record.file_name is not None)
+        try:
+            gone = _delete_rows(index, group)
+        except StorageError as exc:
+            if not exc.index_is_full:
+                raise
+            _make_first_room(index, shards, group)
+            gone = _delete_rows(index, group)
         for planned in group:
             if planned.record.key in gone:
                 removed.append(planned)
                 if planned.record.file_name is not None:
                     shards.unlink(shards.path_of(planned.record.file_name))
-    files = tuple(file for file in todo.files if shards.unlink(shards.root / file.path))
-    return PrunePlan(tuple(removed), files, todo.kept_bytes)
+        if note is not None:
+            shards.unlink(note)
+    return PrunePlan(tuple(removed), _sweep(index, shards, todo.files), todo.kept_bytes)
+
+
+def _delete_rows(index: Index, group: Sequence[PlannedChunk]) -> set[ChunkKey]:
+    with index.writing() as tx:
+        pinned = prefix_rows.pinned_chain_keys(tx)  # what was pinned since the plan was made
+        unpinned = (planned.record for planned in group if planned.record.key not in pinned)
+        return chunk_rows.delete_many(tx, unpinned)
+
+
+def _make_first_room(index: Index, shards: ShardStore, group: Sequence[PlannedChunk]) -> None:
+    """Delete some of the files before their rows: SQLite needs room for its journal, and the disk has none at all.
+
+    Whoever is killed here leaves rows without a file, which are healed when they are used: better than a disk that
+    can't be freed.
+    """
+    with index.reading() as tx:
+        pinned = prefix_rows.pinned_chain_keys(tx)
+    n_bytes = 0
+    for planned in group:
+        if planned.record.file_name is not None and planned.record.key not in pinned:
+            shards.unlink(shards.path_of(planned.record.file_name))
+            n_bytes += planned.record.disk_bytes
+        if n_bytes >= _FIRST_ROOM_BYTES:
+            return
+
+
+def _sweep(index: Index, shards: ShardStore, files: tuple[FileOnDisk, ...]) -> tuple[FileOnDisk, ...]:
+    """Delete files that have no row, with the index's write lock held: nobody can give them one meanwhile.
+
+    How old they look decides nothing here: clocks are set, and machines sleep in the middle of a store.
+    """
+    swept: list[FileOnDisk] = []
+    for low in range(0, len(files), _ROWS_PER_TRANSACTION):
+        group = files[low : low + _ROWS_PER_TRANSACTION]
+        with index.writing() as tx:
+            named = chunk_rows.named_among(tx, [file.path.rpartition("/")[2] for file in group])
+            swept += [
+                file for file in group if not _is_named(file, named, shards) and shards.unlink(shards.root / file.path)
+            ]
+    return tuple(swept)
 
 
 def make_room(index: Index, shards: ShardStore, max_bytes: int, needed_bytes: int, protected: Set[ChunkKey]) -> bool:
@@ -218,11 +290,13 @@ def make_room(index: Index, shards: ShardStore, max_bytes: int, needed_bytes: in
 
     Then nothing is evicted: a store that is refused must not empty the bank.
     """
-    policy = PrunePolicy(max_bytes=max_bytes - needed_bytes)
+    unnamed = find_unnamed(index, shards, time.time())
+    available = max_bytes - unnamed.n_young_bytes - needed_bytes
     quarantined = tuple(shards.iter_files("quarantine"))
     with index.reading() as tx:
-        todo = plan(tx, policy, quarantined=quarantined, protected=protected)
-    if todo.kept_bytes + needed_bytes > max_bytes:
+        policy = PrunePolicy(max_bytes=available)
+        todo = plan(tx, policy, quarantined=quarantined, leftovers=unnamed.old, protected=protected)
+    if todo.kept_bytes > available:
         return False
     if todo.chunks or todo.files:
         execute(index, shards, todo)

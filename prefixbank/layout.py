@@ -22,6 +22,9 @@ __all__ = ["SHARD_FORMAT_VERSION", "CacheLayout", "LayerLayout", "RowArray", "St
 
 SHARD_FORMAT_VERSION = "1"
 
+MAX_LAYERS = 10_000
+"""More than any model has."""
+
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "U32": 4, "U8": 1}
 """Bytes of one element by safetensors dtype code."""
 
@@ -144,8 +147,11 @@ class CacheLayout:
         try:
             layers: list[LayerLayout] = []
             for run in json.loads(text):
-                layers += [_from_plain(run)] * int(run["n_layers"])
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as exc:
+                n_layers = int(run["n_layers"])
+                if not 0 < n_layers <= MAX_LAYERS - len(layers):  # before a list of so many is made
+                    raise ValueError(f"more than {MAX_LAYERS} layers, or fewer than one")
+                layers += [_from_plain(run)] * n_layers
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as exc:
             raise SchemaError(f"a cache layout in the index can't be read ({exc}): use a newer prefixbank") from exc
         return cls(tuple(layers))
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from prefixbank.chunking import TOKEN_BYTES, common_run, first_token, full_chunks
+from prefixbank.chunking import TOKEN_BYTES, chunk_key, common_run, first_token, full_chunks
 from prefixbank.index import Index, chunk_rows
 from prefixbank.layout import CacheLayout
 from prefixbank.values import ChunkKey, ChunkRecord, Match, Namespace
@@ -63,10 +63,14 @@ def match(
             candidates = chunk_rows.beginnings(tx, namespace.id, parent_key, first_token(rest), MAX_CANDIDATES)
             runs = [(common_run(ids, rest), -n_bytes, key) for key, of, n_bytes, ids in candidates if of == start]
             # Of equally long runs the smallest file is read.
-            n_common, _, key = max(runs, key=lambda run: run[:2], default=(0, 0, None))
-            if key is not None and n_common:
-                chain.append(chunk_rows.find(tx, [key])[key])
-                n_tokens += n_common
+            for n_common, _, key in sorted(runs, key=lambda run: run[:2], reverse=True):
+                if not n_common:
+                    break
+                record = chunk_rows.find(tx, [key]).get(key)
+                if record is not None and record.parent_key == parent_key and _is_sound(namespace, record):
+                    chain.append(record)
+                    n_tokens += n_common
+                    break
         n_known_tokens = n_tokens
         if rest_on_states(namespace.layout):
             chain = _to_last_state(tx, namespace, chain, usable)
@@ -136,6 +140,7 @@ def _walk(
                 or row.parent_key != parent_key
                 or row.namespace_id != namespace.id
                 or row.start != start
+                or row.n_tokens != chunk_tokens
                 or row.token_ids != usable[start * TOKEN_BYTES : (start + chunk_tokens) * TOKEN_BYTES]
             ):
                 return
@@ -144,6 +149,18 @@ def _walk(
                 return
             parent_key = key
         n_asked *= 4
+
+
+def _is_sound(namespace: Namespace, record: ChunkRecord) -> bool:
+    """Tell whether a row's key follows from its token ids: SQLite has no checksums, and a bit may have flipped.
+
+    A full chunk needs no such proof: it was found by the key of the prompt's own token ids.
+    """
+    return (
+        record.namespace_id == namespace.id
+        and len(record.token_ids) == record.n_tokens * TOKEN_BYTES
+        and chunk_key(record.parent_key or namespace.root_key, record.token_ids) == record.key
+    )
 
 
 @lru_cache(maxsize=64)
@@ -165,7 +182,11 @@ def _to_last_state(
     whole = [record for record in chain if is_whole(record)]  # the last one may part from the prompt inside
     ends: dict[ChunkKey | None, int] = {None: 0} | {record.key: record.end for record in whole}
     found = chunk_rows.with_state(tx, namespace.id, [record.key for record in whole], usable)
-    proven = [record for record in found if ends.get(record.parent_key) == record.start and is_whole(record)]
+    proven = [
+        record
+        for record in found
+        if ends.get(record.parent_key) == record.start and is_whole(record) and _is_sound(namespace, record)
+    ]
     if not proven:
         return []
     last = max(proven, key=lambda record: record.end)

@@ -119,7 +119,7 @@ class ResultsFile:
             if name not in held:
                 raise ValueError(f"there is no {name!r}")
             if not isinstance(held[name], types) or isinstance(held[name], bool):
-                raise ValueError(f"{name!r} is {held[name]!r}")
+                raise ValueError(f"{name!r} is of type {type(held[name]).__name__}")
         if not all(type(token) is int for token in held["token_ids"]):
             raise ValueError("'token_ids' are no list of integers")
         if held["settings_digest"] == self._settings_digest:

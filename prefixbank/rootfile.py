@@ -8,6 +8,8 @@ import os
 import shlex
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,16 @@ from prefixbank.config import BANK_FILE
 from prefixbank.errors import BankNotFoundError, ConfigError, SchemaError, StorageError
 from prefixbank.shards import make_private_folder, sync_folder
 
-__all__ = ["INDEX_FILE", "BankFile", "create_root", "finish_root", "is_bank", "read_bank_file", "require_usable_root"]
+__all__ = [
+    "INDEX_FILE",
+    "BankFile",
+    "create_root",
+    "finish_root",
+    "is_bank",
+    "read_bank_file",
+    "refusals",
+    "require_usable_root",
+]
 
 INDEX_FILE = "index.sqlite3"
 CACHEDIR_TAG_FILE = "CACHEDIR.TAG"
@@ -43,6 +54,15 @@ class BankFile:
     max_bytes: int | None
     created_at: int
     format_version: int = FORMAT_VERSION
+
+
+@contextmanager
+def refusals(root: Path) -> Iterator[None]:
+    """Turn what the system refuses inside, and no one below has named better, into a `StorageError`."""
+    try:
+        yield
+    except OSError as exc:
+        raise StorageError(f"{exc.filename or root} can't be used: {exc.strerror or exc}") from exc
 
 
 def read_bank_file(root: Path) -> BankFile:
@@ -106,9 +126,30 @@ def require_usable_root(root: Path) -> None:
 def create_root(root: Path) -> None:
     """Make the bank root's folders; `finish_root` then makes it a bank. Raises as `require_usable_root` does."""
     require_usable_root(root)
+    made_in = [root.parent]  # whose new names a power cut must not take away, and with them the whole bank
+    while not _is_there(made_in[-1]):
+        made_in.append(made_in[-1].parent)
     for folder in (root, *(root / name for name in _FOLDERS)):
         make_private_folder(folder)
+    for folder in made_in:
+        _sync_names(folder)
     _write_once(root / CACHEDIR_TAG_FILE, _CACHEDIR_TAG)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return True  # whoever makes something in it is told why not
+
+
+def _sync_names(folder: Path) -> None:
+    try:
+        sync_folder(folder)
+    except PermissionError:
+        return  # a folder that one may go through, and not look into
+    except OSError as exc:
+        raise StorageError(f"{folder} can't be synced: {exc.strerror or exc}") from exc
 
 
 def finish_root(root: Path, *, chunk_tokens: int | None, max_bytes: int | None) -> BankFile:

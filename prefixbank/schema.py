@@ -33,6 +33,8 @@ __all__ = [
     "HEAD_REVISION",
     "bank_state",
     "chunks",
+    "has_declared_tables",
+    "is_system_error",
     "make_engine",
     "metadata",
     "namespaces",
@@ -182,7 +184,7 @@ def _translated(error: Exception, index_path: Path) -> PrefixBankError:
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return BankBusyError(f"another process holds {index_path}: try again, or raise the time limit")
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return IndexCorruptError(f"{index_path} is damaged ({cause}): move it aside and warm the bank again")
+        return IndexCorruptError(f"{index_path} is damaged ({cause}): run `prefixbank repair`")
     if extended_code in (sqlite3.SQLITE_READONLY_ROLLBACK, sqlite3.SQLITE_READONLY_RECOVERY):
         return BankReadOnlyError(
             f"a process died while it wrote to {index_path}, and only a writer can mend that: open the bank once "
@@ -192,7 +194,9 @@ def _translated(error: Exception, index_path: Path) -> PrefixBankError:
         return BankReadOnlyError(f"{index_path} can't be written: open the bank with read_only=True")
     if code == sqlite3.SQLITE_ERROR and "no such" in str(cause):
         return SchemaError(f"{index_path} lacks a table or column ({cause}): it is no index of ours")
-    return StorageError(f"the index {index_path} could not be used: {cause}")
+    refused = StorageError(f"the index {index_path} could not be used: {cause}")
+    refused.index_is_full = code == sqlite3.SQLITE_FULL
+    return refused
 
 
 def make_engine(index_path: Path, *, read_only: bool, durability: Durability, busy_timeout_s: float) -> sa.Engine:
@@ -213,6 +217,7 @@ def make_engine(index_path: Path, *, read_only: bool, durability: Durability, bu
         ),
         poolclass=sa.QueuePool,
         pool_timeout=max(busy_timeout_s, 0.1),
+        hide_parameters=True,  # or the errors behind ours would quote token ids, wherever a traceback is logged
     )
 
     @event.listens_for(engine, "connect")
@@ -284,6 +289,34 @@ def require_current(revision: str | None, index_path: Path) -> None:
         f"{index_path} was written by a newer prefixbank (schema {revision}, this one knows "
         f"{HEAD_REVISION}): upgrade prefixbank"
     )
+
+
+def has_declared_tables(connection: sa.Connection) -> bool:
+    """Tell whether the index has all tables and columns that this version works with."""
+    inspector = sa.inspect(connection)
+    there = set(inspector.get_table_names())
+    return all(
+        table.name in there and {c["name"] for c in inspector.get_columns(table.name)} >= {c.name for c in table.c}
+        for table in metadata.tables.values()
+    )
+
+
+_REFUSALS = (
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_AUTH,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PROTOCOL,
+)
+
+
+def is_system_error(error: PrefixBankError) -> bool:
+    """Tell whether the system refused to read the index, rather than the index being damaged."""
+    cause = error.__cause__
+    cause = cause.orig if isinstance(cause, exc.DBAPIError) else cause
+    return isinstance(cause, OSError) or getattr(cause, "sqlite_errorcode", 0) & 0xFF in _REFUSALS
 
 
 def migrations_folder() -> Path:

@@ -10,14 +10,16 @@ import re
 import threading
 import time
 import warnings
+import weakref
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from prefixbank import eviction, fingerprint, resolver, restoring, storing
+from prefixbank import eviction, fingerprint, namesfile, resolver, restoring, storing
 from prefixbank.chunking import TOKEN_BYTES, first_token
 from prefixbank.config import BankOptions
 from prefixbank.errors import (
@@ -25,6 +27,7 @@ from prefixbank.errors import (
     BankReadOnlyError,
     BankWarning,
     ConfigError,
+    FingerprintMismatchError,
     PrefixBankError,
 )
 from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows, rates_rows, weights_rows
@@ -35,6 +38,9 @@ from prefixbank.rootfile import INDEX_FILE, create_root, finish_root, is_bank, r
 from prefixbank.shards import ShardStore
 from prefixbank.values import ChunkKey, ChunkRecord, Match, Namespace, PrefixRecord, WeightsFile
 from prefixbank.writes import WriteQueue
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
 
 __all__ = ["MAX_READERS", "BankSession", "require_prefix_name"]
 
@@ -71,6 +77,7 @@ class BankSession:
         self._device = ""
         self._warned: set[str] = set()
         self._closed = False
+        _opened.add(self)
 
     @classmethod
     def open(cls, path: Path, options: BankOptions, *, create: bool) -> Self:
@@ -99,6 +106,20 @@ class BankSession:
     def read_only(self) -> bool:
         """Tell whether this bank is never written to."""
         return self.options.read_only
+
+    def abandon(self) -> None:
+        """Be closed, in a process that was forked: its threads are the other's, and so is SQLite's connection.
+
+        No lock that a thread of the other held may be waited for, and nothing be written or closed.
+        """
+        self._closed = True
+        self._lock = threading.Lock()
+        self._writes = WriteQueue(0, self._say_write_failed)
+        self._writes.close()
+        self._uses = []
+        self.memory = MemoryTier(0)
+        self.rates = RateBook()
+        self.index.abandon()
 
     def flush(self) -> None:
         """Wait until all that was given to be stored is written; then write down uses and rates.
@@ -196,10 +217,16 @@ class BankSession:
         """Return the namespace as the index knows it, adding it where it is missing and the bank can be written."""
         with self.index.reading() as tx:
             known = namespace_rows.find(tx, wanted.fingerprint, wanted.salt_digest)
-        if known is not None or self.read_only:
-            return known or wanted
-        with self.index.writing() as tx:
-            return namespace_rows.ensure(tx, wanted)
+        if not self.read_only and not namespace_rows.agree(known, wanted):
+            with self.index.writing() as tx:
+                known = namespace_rows.ensure(tx, wanted)
+        if known is not None and not namespace_rows.agree(known, wanted):
+            raise FingerprintMismatchError(
+                f"namespace {wanted.fingerprint[:12]} has chunks of another cache layout or salt: they came with an "
+                f"archive that lies; `prefixbank prune --namespace {wanted.fingerprint}/{wanted.salt_digest}` removes "
+                "them"
+            )
+        return known or wanted
 
     def recall_rates(self, namespace: Namespace, device: str) -> None:
         """Begin with the rates that an earlier process measured on this device."""
@@ -301,7 +328,9 @@ class BankSession:
             f"store {type(error).__name__}", f"a prefix could not be stored: {error}; generation goes on without it"
         )
 
-    def store(self, namespace: Namespace, token_ids: bytes, source: storing.RowSource) -> storing.Stored:
+    def store(
+        self, namespace: Namespace, token_ids: bytes, source: storing.RowSource, *, only_add: bool = False
+    ) -> storing.Stored:
         """Store packed token ids, all of them, with their rows from `source`; warns once where the budget refuses."""
         if self.read_only:
             raise BankReadOnlyError(f"{self.root} is opened read-only: nothing can be stored")
@@ -314,6 +343,7 @@ class BankSession:
             self.chunk_tokens,
             source,
             self.options.max_bytes,
+            only_add=only_add,
         )
         self.count(stored_chunks=stored.n_new_chunks, written_bytes=stored.n_written_bytes)
         if stored.n_new_chunks and self.options.max_bytes is not None:
@@ -327,9 +357,11 @@ class BankSession:
             self.warn("refused", f"a prefix was not stored whole: {stored.refused}")
         return stored
 
-    def plan_shards(self, namespace: Namespace, token_ids: bytes, source: storing.Held) -> dict[ChunkKey, int]:
+    def plan_shards(
+        self, namespace: Namespace, token_ids: bytes, source: storing.Held, *, only_add: bool = False
+    ) -> dict[ChunkKey, int]:
         """Return the bytes of each shard that storing packed token ids would write."""
-        return storing.plan_shards(self.index, namespace, token_ids, self.chunk_tokens, source)
+        return storing.plan_shards(self.index, namespace, token_ids, self.chunk_tokens, source, only_add=only_add)
 
     def name_prefix(self, prefix: PrefixRecord, old: PrefixRecord | None = None, keep_as: str | None = None) -> bool:
         """Give a stored prefix a name, in place of what had it. Raises `ConfigError` for a name that can't be one.
@@ -339,11 +371,20 @@ class BankSession:
         """
         require_prefix_name(prefix.name)
         kept = False
-        with self.index.writing() as tx:
+        with self.naming() as tx:
             if old is not None and keep_as is not None and (kept := prefix_rows.rename(tx, old, keep_as)):
                 prefix = replace(prefix, pinned=prefix.pinned or old.pinned)
             prefix_rows.name(tx, prefix)
         return kept
+
+    @contextmanager
+    def naming(self) -> Iterator[sa.Connection]:
+        """Open a transaction that changes names or pins; `prefixes.json` has them before it is committed."""
+        with self.index.writing() as tx:
+            before = namesfile.of_index(tx)
+            yield tx
+            after = namesfile.of_index(tx)
+            namesfile.update(self.root, before, after, durable=self.options.durability == "full")
 
     def plan_replaced(self, old: PrefixRecord, still_needed: Set[ChunkKey] = frozenset()) -> eviction.PrunePlan:
         """Return the chunks that only a prefix stands on whose name moves on; see `eviction.plan_replaced`."""
@@ -363,9 +404,9 @@ class BankSession:
         """Return, for each namespace, the first chunks that begin with the same token; for explanations."""
         with self.index.reading() as tx:
             return [
-                (usage.namespace, record)
-                for usage in namespace_rows.list_usage(tx)
-                for record in chunk_rows.children(tx, usage.namespace.id, None, first_token(token_ids), 64)
+                (namespace, record)
+                for namespace in namespace_rows.list_all(tx)
+                for record in chunk_rows.children(tx, namespace.id, None, first_token(token_ids), 64)
             ]
 
     def next_chunks(self, namespace: Namespace, parent_key: ChunkKey | None) -> Sequence[ChunkRecord]:
@@ -378,10 +419,25 @@ class BankSession:
         return restoring.Readers(MAX_READERS)
 
 
+_opened: weakref.WeakSet[BankSession] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for session in list(_opened):
+        session.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+
+
 def require_prefix_name(name: str) -> None:
-    """Raise `ConfigError` for what can't be a prefix name."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} can't be a prefix name: use 1 to 200 printable characters")
+    """Raise `ConfigError` for what can't be a prefix name.
+
+    Names are never made paths of; but whoever writes `..` or half a surrogate pair (bytes that are no UTF-8) into one
+    means no name.
+    """
+    if not _NAME.fullmatch(name) or ".." in name.split("/") or any("\ud800" <= c <= "\udfff" for c in name):
+        raise ConfigError(f"{name!r} can't be a prefix name: use 1 to 200 printable characters, and no .. as a part")
 
 
 def _open_index(path: Path, options: BankOptions) -> Index:
@@ -426,8 +482,8 @@ def _replace_lost_index(path: Path, options: BankOptions) -> None:
     if Index.create_file(index_path) or index_path.stat().st_size == 0:
         _migrate(path, options)
         warnings.warn(
-            f"{index_path} was lost and is made anew: what was stored is no longer known, and "
-            "`prefixbank prune` deletes its files",
+            f"{index_path} was lost and is made anew: what was stored is no longer known; `prefixbank repair` takes "
+            "its files up again, and `prefixbank prune` deletes them",
             BankWarning,
             stacklevel=4,
         )

@@ -8,6 +8,7 @@ whoever deletes one (after its row) can't hit a newer file of the same chunk.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import stat
 import sys
@@ -18,22 +19,26 @@ from pathlib import Path
 
 from prefixbank.chunking import FileDigest
 from prefixbank.config import Durability, Verify
-from prefixbank.errors import ShardCorruptError, ShardMissingError, StorageError
+from prefixbank.errors import IndexCorruptError, ShardCorruptError, ShardMissingError, StorageError
 from prefixbank.runs import Buffer, blocks, read_runs, write_runs
+from prefixbank.sealing import seal
 from prefixbank.values import ChunkKey, ChunkRecord
 
-__all__ = ["FileOnDisk", "ShardStore", "ShardWriter", "WrittenShard", "make_private_folder"]
+__all__ = ["FileOnDisk", "ShardStore", "ShardWriter", "WrittenShard", "make_private_folder", "open_regular"]
 
 BLOCK_BYTES = 4096
 """What files are rounded up to when the budget is counted, as file systems do."""
 
 SUFFIX = ".safetensors"
+FILE_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.safetensors")
+NOTE_SUFFIX = ".note"
 _READ_STEP = 8 << 20
 _DIGEST_BYTES = 512 << 10
 """How much is read before its digest is taken: it should still be in the processor's second-level cache."""
 
-_Identity = tuple[bytes, int, int, int, int]
-"""What a proven file must still be: digest, device, inode, length and time of its last change in nanoseconds."""
+_Identity = tuple[bytes, int, int, int, int, int]
+"""What a proven file must still be: digest, where its tensors begin, device, inode, length and time of its last change
+in nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,27 +130,17 @@ class ShardStore:
 
         Readers take no lock: a file that is deleted meanwhile stays readable through the descriptor. Raises
         `ShardMissingError` only for a file that is not there, `ShardCorruptError` for one of another length or type,
-        and `StorageError` where the system refuses (too many files, no permission): then the shard may be whole.
+        `StorageError` where the system refuses (too many files, no permission) and `IndexCorruptError` where the row is
+        damaged: then the shard may be whole.
         """
         if record.file_name is None:
             raise ShardMissingError(f"the shard of chunk {record.key.hex()} was lost earlier")
+        _require_sound(record)
         path = self.path_of(record.file_name)
-        try:
-            # A FIFO put in the shard's place must not block, a link must not lead elsewhere.
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError as exc:
-            raise ShardMissingError(f"{path} is gone") from exc
-        except OSError as exc:
-            if path.is_symlink():
-                raise ShardCorruptError(f"{path} is a link") from exc
-            raise StorageError(f"{path} can't be read: {exc.strerror or exc}") from exc
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != record.n_bytes:
+        with open_regular(path) as descriptor:
+            if os.fstat(descriptor).st_size != record.n_bytes:
                 raise ShardCorruptError(f"{path} is not the file of {record.n_bytes} bytes that was stored")
             yield descriptor
-        finally:
-            os.close(descriptor)
 
     def read_into(self, record: ChunkRecord, runs: Sequence[Buffer]) -> None:
         """Read a shard's tensors into `runs`, in file order, and prove the whole file by its digest.
@@ -154,6 +149,8 @@ class ShardStore:
         does, and `ShardCorruptError` for another digest.
         """
         with self.open_shard(record) as descriptor:
+            if record.data_offset + sum(run.nbytes for run in runs) != record.n_bytes:
+                raise ShardCorruptError(f"shard {record.file_name} does not hold the tensors that its row says")
             if self._needs_no_digest(record, identity := _identity(record, os.fstat(descriptor))):
                 self._read_whole(record, descriptor, record.data_offset, runs)
                 return
@@ -222,10 +219,16 @@ class ShardStore:
 
     def quarantine(self, file_name: str) -> Path | None:
         """Move a shard aside, after its row was healed; returns where to, or None where it is gone already."""
-        target = self.root / "quarantine" / file_name
+        return self.quarantine_path(self.path_of(file_name))
+
+    def quarantine_path(self, path: Path) -> Path | None:
+        """Move any file aside; returns where to, or None where it is gone already or can't be moved."""
+        target = self.root / "quarantine" / path.name
         try:
             make_private_folder(target.parent)
-            self.path_of(file_name).rename(target)
+            if os.path.lexists(target):  # what was set aside before stays
+                target = target.with_name(f"{path.name}-{secrets.token_hex(4)}")
+            path.rename(target)
         except (OSError, StorageError):
             return None
         return target
@@ -240,8 +243,54 @@ class ShardStore:
             raise StorageError(f"{path} can't be deleted: {exc.strerror or exc}") from exc
         return True
 
-    def iter_files(self, folder: str) -> Iterator[FileOnDisk]:
-        """Yield what lies in `shards`, `tmp` or `quarantine`, folders aside; what vanishes meanwhile is left out."""
+    def write_note(self, file_names: Iterable[str]) -> Path | None:
+        """Note in `tmp` that these files of `shards` may be there without a row; returns the note.
+
+        Whoever publishes or deletes shards leaves the note there if it is killed: so that what it left counts at once,
+        and nobody need look through all folders for it. No note is no error: it is all the same to the shards.
+        """
+        names = "\n".join(file_names)
+        if not names:
+            return None
+        note = self.root / "tmp" / f"{secrets.token_hex(8)}{NOTE_SUFFIX}"
+        try:
+            descriptor = os.open(note, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(descriptor, names.encode())
+            finally:
+                os.close(descriptor)
+        except OSError:
+            with suppress(OSError):
+                note.unlink()
+            return None
+        return note
+
+    def iter_noted(self) -> Iterator[FileOnDisk]:
+        """Yield what lies in `tmp`, and what the notes there name: files that may have no row."""
+        seen = set()
+        for file in self.iter_files("tmp"):
+            yield file
+            if not file.path.endswith(NOTE_SUFFIX):
+                continue
+            try:
+                names = (self.root / file.path).read_text("ascii", "replace").split("\n")
+            except OSError:  # it has done its work
+                continue
+            for name in names:
+                if not FILE_NAME.fullmatch(name) or name in seen:
+                    continue
+                seen.add(name)
+                try:
+                    status = self.path_of(name).lstat()
+                except OSError:
+                    continue
+                yield FileOnDisk(f"shards/{name[:2]}/{name}", status.st_size, status.st_mtime)
+
+    def iter_files(self, folder: str, *, folders_as_shards: bool = False) -> Iterator[FileOnDisk]:
+        """Yield what lies in `shards`, `tmp` or `quarantine`, folders aside; what vanishes meanwhile is left out.
+
+        With `folders_as_shards` folders that have the name of a shard are among them.
+        """
         pending = [folder]
         while pending:
             parent = pending.pop()
@@ -253,12 +302,17 @@ class ShardStore:
                 raise StorageError(f"{self.root / parent} can't be listed: {exc.strerror}") from exc
             for entry in entries:
                 path = f"{parent}/{entry.name}"  # pathlib would take most of the time where there are a million
-                if entry.is_dir(follow_symlinks=False):
+                is_shard = folders_as_shards and FILE_NAME.fullmatch(entry.name)
+                if entry.is_dir(follow_symlinks=False) and not is_shard:
                     pending.append(path)
                     continue
-                with suppress(FileNotFoundError):
+                try:
                     status = entry.stat(follow_symlinks=False)
-                    yield FileOnDisk(path, status.st_size, status.st_mtime)
+                except FileNotFoundError:
+                    continue
+                except OSError as exc:
+                    raise StorageError(f"{self.root / path} can't be looked at: {exc.strerror}") from exc
+                yield FileOnDisk(path, status.st_size, status.st_mtime)
 
 
 class ShardWriter:
@@ -269,33 +323,34 @@ class ShardWriter:
         self._sync = sync
         self._temporary: list[tuple[Path, WrittenShard]] = []
         self._published: dict[str, Path] = {}
+        self._notes: list[Path] = []
 
     def write(self, key: ChunkKey, header: bytes, runs: Iterable[Buffer]) -> WrittenShard:
-        """Write one shard to a temporary file and sync it. Raises `StorageError`."""
+        """Write one shard to a temporary file, with its seal in the header, and sync it. Raises `StorageError`."""
         file_name = f"{key.hex()}-{secrets.token_hex(4)}{SUFFIX}"
         temporary = self._store.root / "tmp" / file_name
-        digest = FileDigest(header)
-        n_bytes = len(header)
         try:
             make_private_folder(temporary.parent)
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                os.fchmod(descriptor, 0o600)
-                pending: list[Buffer] = [memoryview(header)]
-                for run in runs:
-                    digest.update(run)  # type: ignore[arg-type]  # any contiguous buffer
-                    n_bytes += run.nbytes
-                    pending.append(run)
-                write_runs(descriptor, pending)
-                if self._sync:
-                    sync(descriptor)
+                try:
+                    os.fchmod(descriptor, 0o600)
+                    pending = list(runs)
+                    header = seal(header, pending)
+                    digest = FileDigest(header)
+                    for run in pending:
+                        digest.update(run)  # type: ignore[arg-type]  # any contiguous buffer
+                    n_bytes = len(header) + sum(run.nbytes for run in pending)
+                    write_runs(descriptor, [memoryview(header), *pending])
+                    if self._sync:
+                        sync(descriptor)
+                finally:
+                    os.close(descriptor)  # which may be what says that a quota is used up
             except BaseException:
                 # After a failed write or sync the file's state is unknown: never try it again.
                 with suppress(OSError):
                     temporary.unlink()
                 raise
-            finally:
-                os.close(descriptor)
         except OSError as exc:
             raise StorageError(f"{temporary} can't be written: {exc.strerror or exc}") from exc
         written = WrittenShard(file_name, len(header), n_bytes, digest.digest())
@@ -305,6 +360,7 @@ class ShardWriter:
     def publish(self) -> None:
         """Rename the written files to their places and sync the folders. Raises `StorageError`."""
         folders: dict[Path, None] = {}
+        self.note(written.file_name for _, written in self._temporary)
         try:
             for temporary, written in self._temporary:
                 target = self._store.path_of(written.file_name)
@@ -321,18 +377,87 @@ class ShardWriter:
         except OSError as exc:
             raise StorageError(f"shards can't be published: {exc.strerror or exc}") from exc
 
+    def note(self, file_names: Iterable[str]) -> None:
+        """Note files that may be in `shards` without a row until the group ends: see `ShardStore.write_note`."""
+        note = self._store.write_note(file_names)
+        if note is not None:
+            self._notes.append(note)
+
+    def require_published(self) -> None:
+        """Assert, with the index's write lock held, that all published shards are in their places.
+
+        If this process slept, or the clock was set, they may have been swept as left over; who sweeps holds the lock
+        too. Raises `StorageError`.
+        """
+        for path in self._published.values():
+            try:
+                path.lstat()
+            except OSError as exc:
+                raise StorageError(f"{path} went before its row was there: store it again") from exc
+
     def keep(self, file_name: str) -> None:
         """Leave a published shard in its place when the group ends: its row is committed."""
         self._published.pop(file_name)
 
     def discard(self) -> None:
         """Delete all that was written and not kept."""
-        for path in [*(path for path, _ in self._temporary), *self._published.values()]:
+        for path in [*(path for path, _ in self._temporary), *self._published.values(), *self._notes]:
             with suppress(OSError):
                 path.unlink()
+        self._notes.clear()
         self._temporary.clear()
         self._published.clear()
 
 
+@contextmanager
+def open_regular(path: Path) -> Iterator[int]:
+    """Open a file that must be one: a FIFO put in its place must not block, a link must not lead elsewhere."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as exc:
+        raise ShardMissingError(f"{path} is gone") from exc
+    except OSError as exc:
+        if _is_no_file(path):
+            raise ShardCorruptError(f"{path} is no file") from exc
+        raise StorageError(f"{path} can't be read: {exc.strerror or exc}") from exc
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ShardCorruptError(f"{path} is no file")
+        yield descriptor
+    except OSError as exc:  # of the caller's block too: the shard may be whole
+        raise StorageError(f"{path} can't be read: {exc.strerror or exc}") from exc
+    finally:
+        with suppress(OSError):  # what was read was read
+            os.close(descriptor)
+
+
+def _is_no_file(path: Path) -> bool:
+    """Tell whether something else than a file is known to lie there."""
+    try:
+        return not stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def _require_sound(record: ChunkRecord) -> None:
+    """Raise `IndexCorruptError` for what no row can say: SQLite keeps any value in any column, and has no checksums."""
+    name, offset, n_bytes = record.file_name, record.data_offset, record.n_bytes
+    if (
+        not isinstance(name, str)
+        or not FILE_NAME.fullmatch(name)
+        or not isinstance(n_bytes, int)
+        or not isinstance(offset, int)
+        or not 0 <= offset <= n_bytes
+    ):
+        raise IndexCorruptError(f"the row of chunk {record.key.hex()} is damaged: run `prefixbank repair`")
+
+
 def _identity(record: ChunkRecord, status: os.stat_result) -> _Identity:
-    return record.digest, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return (
+        record.digest,
+        record.data_offset,
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+    )

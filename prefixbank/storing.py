@@ -26,13 +26,14 @@ from prefixbank.index import Index, chunk_rows, prefix_rows
 from prefixbank.layout import SHARD_FORMAT_VERSION, CacheLayout
 from prefixbank.resolver import MAX_CANDIDATES
 from prefixbank.runs import Buffer
+from prefixbank.sealing import SEAL, UNSEALED
 from prefixbank.shards import ShardStore, WrittenShard, disk_bytes
 from prefixbank.values import ChunkKey, ChunkRecord, Namespace
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
-__all__ = ["Held", "RowSource", "Stored", "plan_shards", "store"]
+__all__ = ["Held", "RowSource", "Stored", "plan_shards", "shard_header", "store", "supersede"]
 
 _GROUP_BYTES = 256 << 20
 """About how much is written before its rows are committed: a long store that is killed keeps most of its work."""
@@ -97,12 +98,12 @@ class _Draft:
 
 
 def plan_shards(
-    index: Index, namespace: Namespace, token_ids: bytes, chunk_tokens: int, source: Held
+    index: Index, namespace: Namespace, token_ids: bytes, chunk_tokens: int, source: Held, *, only_add: bool = False
 ) -> dict[ChunkKey, int]:
     """Return the bytes of each shard that `store` would write. Changes nothing."""
     layout = CacheLayout.from_json(namespace.layout)
     with index.reading() as tx:
-        _, drafts = _plan(tx, namespace, token_ids, chunk_tokens, layout, source)
+        _, drafts = _plan(tx, namespace, token_ids, chunk_tokens, layout, source, only_add)
     return {draft.record.key: draft.n_bytes for draft in drafts}
 
 
@@ -114,8 +115,13 @@ def store(
     chunk_tokens: int,
     source: RowSource,
     max_bytes: int | None,
+    *,
+    only_add: bool = False,
 ) -> Stored:
     """Store the whole of the packed `token_ids`, tail included; what is there already is not written again.
+
+    With `only_add` nothing that has a shard gives way to what is new: no chunk to the same one with states, no tail to
+    a longer sibling.
 
     Makes room first by evicting what was used least recently; where that can't be enough, nothing is stored and
     `refused` says so. Raises `StorageError`, `BankBusyError` and the like; what was committed by then stays.
@@ -123,7 +129,7 @@ def store(
     layout = CacheLayout.from_json(namespace.layout)
     n_asked = len(token_ids) // TOKEN_BYTES
     with index.reading() as tx:
-        known, drafts = _plan(tx, namespace, token_ids, chunk_tokens, layout, source)
+        known, drafts = _plan(tx, namespace, token_ids, chunk_tokens, layout, source, only_add)
     there = list(known)
     n_new_chunks = n_written_bytes = 0
     refused = ""
@@ -137,12 +143,12 @@ def store(
             "raise max_bytes"
         )
     for group in _groups(drafts):
-        added, whole = _store_group(index, shards, group, source, there)
+        added, whole = _store_group(index, shards, group, source, there, only_add=only_add)
         n_new_chunks += len(added)
         n_written_bytes += sum(record.n_bytes for record in added)
         if not whole:
             with index.reading() as tx:
-                there = _there(*_plan(tx, namespace, token_ids, chunk_tokens, layout, source))
+                there = _there(*_plan(tx, namespace, token_ids, chunk_tokens, layout, source, only_add))
             break
         there += [draft.record for draft in group]
     chain_there = _unbroken(there)
@@ -182,6 +188,7 @@ def _plan(
     chunk_tokens: int,
     layout: CacheLayout,
     source: Held,
+    only_add: bool,
 ) -> tuple[list[ChunkRecord], list[_Draft]]:
     """Return the chunks of the prefix that are there, and drafts of those that are not, each from the root on.
 
@@ -202,7 +209,7 @@ def _plan(
         has_rows = source.has_rows(record.start, record.n_tokens)
         if row is not None and row.file_name is None:
             row = None  # a hole
-        if row is not None and not (has_rows and chunk_rows.replaced_by(row, record)):
+        if row is not None and (only_add or not (has_rows and chunk_rows.replaced_by(row, record))):
             known.append(row)
             return True
         if has_rows:
@@ -265,9 +272,9 @@ def _record(
     )
 
 
-def _draft(record: ChunkRecord, row: ChunkRecord | None, layout: CacheLayout, namespace: Namespace) -> _Draft:
-    """Return the draft of a chunk. The shard's metadata suffices to rebuild a lost index."""
-    header = layout.shard_header(
+def shard_header(record: ChunkRecord, layout: CacheLayout, namespace: Namespace) -> bytes:
+    """Return the head of a chunk's shard. Its metadata suffices to rebuild a lost index."""
+    return layout.shard_header(
         record.n_tokens,
         {
             "format": "prefixbank",
@@ -282,9 +289,15 @@ def _draft(record: ChunkRecord, row: ChunkRecord | None, layout: CacheLayout, na
             "start": str(record.start),
             "n_tokens": str(record.n_tokens),
             "token_ids": json.dumps(unpack_token_ids(record.token_ids), separators=(",", ":")),
+            SEAL: UNSEALED,
         },
         with_state=record.has_state,
     )
+
+
+def _draft(record: ChunkRecord, row: ChunkRecord | None, layout: CacheLayout, namespace: Namespace) -> _Draft:
+    """Return the draft of a chunk."""
+    header = shard_header(record, layout, namespace)
     n_bytes = len(header) + layout.data_bytes(record.n_tokens, with_state=record.has_state)
     return _Draft(record, header, n_bytes, row)
 
@@ -308,6 +321,8 @@ def _store_group(
     group: list[_Draft],
     source: RowSource,
     there: list[ChunkRecord],
+    *,
+    only_add: bool,
 ) -> tuple[list[ChunkRecord], bool]:
     """Write the shards of a group, then commit their rows; `there` are the prefix's other chunks that are stored.
 
@@ -328,6 +343,7 @@ def _store_group(
         writer.publish()
         now_s = int(time.time())
         with index.writing() as tx:
+            writer.require_published()
             # Since the plan was made, the chain may have been evicted and one of the same keys but other token ids
             # stored in its place: these rows must not come to stand on that.
             whole = _still_there(tx, [record for record in there if record.start < group[-1].record.start])
@@ -336,22 +352,32 @@ def _store_group(
                 chunk_rows.touch(tx, [record.key for record in there], tick, now_s, hits=0)
             before = chunk_rows.find(tx, [record.key for record in written])
             for record in written if whole else ():
-                if chunk_rows.add(tx, record, tick, now_s):
+                row = before.get(record.key)
+                if only_add and row is not None and row.file_name is not None:  # another writer was first
+                    if not chunk_rows.same_chunk(row, record):
+                        whole = False
+                        break
+                elif chunk_rows.add(tx, record, tick, now_s):
                     added.append(record)
-                    if (replaced := before.get(record.key)) is not None:
-                        superseded.append(replaced)  # its file gives way to one that also holds states
-                    superseded += _supersede(tx, record)
+                    if row is not None:
+                        superseded.append(row)  # its file gives way to one that also holds states
+                    superseded += [] if only_add else supersede(tx, record)
                 elif not _is_there(tx, record):
                     whole = False
                     break
+            writer.note(tail.file_name for tail in superseded if tail.file_name is not None)
             # Kept before the commit, which may come through even where it fails: a file without a row is harmless. Not
             # earlier: a full disk that fails a row must not be filled further by the shards.
             for record in added:
                 assert record.file_name is not None
                 writer.keep(record.file_name)
-    for tail in superseded:
-        if tail.file_name is not None:
-            shards.unlink(shards.path_of(tail.file_name))
+            for record in written:
+                row = before.get(record.key)
+                if row is not None and row.file_name == record.file_name is not None and record not in added:
+                    writer.keep(record.file_name)  # a repair found the file, and took it up first
+        for tail in superseded:
+            if tail.file_name is not None:
+                shards.unlink(shards.path_of(tail.file_name))
     return added, whole
 
 
@@ -383,7 +409,7 @@ def _is_there(tx: sa.Connection, record: ChunkRecord) -> bool:
     )
 
 
-def _supersede(tx: sa.Connection, record: ChunkRecord) -> list[ChunkRecord]:
+def supersede(tx: sa.Connection, record: ChunkRecord) -> list[ChunkRecord]:
     """Delete the rows of the tails that a new chunk covers, moving their names to it; returns them."""
     tails = []
     for tail in chunk_rows.shorter_siblings(tx, record):

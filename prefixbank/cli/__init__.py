@@ -20,6 +20,8 @@ from prefixbank.cli.check import run as run_check
 from prefixbank.cli.demo import run as run_demo
 from prefixbank.cli.eval import run as run_eval
 from prefixbank.cli.explain import run as run_explain
+from prefixbank.cli.export import run as run_export
+from prefixbank.cli.import_ import run as run_import
 from prefixbank.cli.init import run as run_init
 from prefixbank.cli.ls import run as run_ls
 from prefixbank.cli.migrate import run as run_migrate
@@ -27,6 +29,7 @@ from prefixbank.cli.options import DEFAULT_BUSY_TIMEOUT_S, PASSING_ON, BankChoic
 from prefixbank.cli.output import print_text, say, silence_stdout, warnings_as_lines
 from prefixbank.cli.pin import run as run_pin
 from prefixbank.cli.prune import run as run_prune
+from prefixbank.cli.repair import run as run_repair
 from prefixbank.cli.rm import run as run_rm
 from prefixbank.cli.serve import run as run_serve
 from prefixbank.cli.show import run as run_show
@@ -68,6 +71,9 @@ _VERBS: dict[str, Callable[..., None]] = {
     "rm": run_rm,
     "prune": run_prune,
     "check": run_check,
+    "repair": run_repair,
+    "export": run_export,
+    "import": run_import,
     "migrate": run_migrate,
 }
 for _verb, _run in _VERBS.items():

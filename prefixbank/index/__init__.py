@@ -7,12 +7,14 @@ leave, work, and come back.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import sqlalchemy as sa
+from sqlalchemy import event
 
 from prefixbank.config import Durability
 from prefixbank.errors import BankNotFoundError, BankReadOnlyError, StorageError
@@ -36,6 +38,10 @@ class Index:
         self.path = path
         self.read_only = read_only
         self._engine = make_engine(path, read_only=read_only, durability=durability, busy_timeout_s=busy_timeout_s)
+        self.connections: list[object] = []
+        event.listen(self._engine, "connect", lambda connection, _record: self.connections.append(connection))
+        event.listen(self._engine, "close", lambda connection, _record: self.connections.remove(connection))
+        self._pid = os.getpid()
         self._identity = self._stat_identity()
         self._closed = False
 
@@ -93,6 +99,8 @@ class Index:
 
     @contextmanager
     def _transaction(self, *, writes: bool) -> Iterator[sa.Connection]:
+        if self._pid != os.getpid():
+            raise BankNotFoundError(f"{self.path} was opened by the process that forked this one: open the bank again")
         if self._closed:
             raise BankNotFoundError(f"{self.path} was closed: open the bank again")
         if self._stat_identity() != self._identity:
@@ -108,11 +116,23 @@ class Index:
     def _stat_identity(self) -> tuple[int, int]:
         try:
             status = self.path.stat()
-        except OSError as exc:
+        except (FileNotFoundError, NotADirectoryError) as exc:
             raise BankNotFoundError(f"the index {self.path} is gone: open the bank again") from exc
+        except OSError as exc:
+            raise StorageError(f"the index {self.path} can't be looked at: {exc.strerror or exc}") from exc
         return status.st_dev, status.st_ino
 
     def close(self) -> None:
         """Close all connections; transactions are refused from now on. Closing again does nothing."""
         self._closed = True
-        self._engine.dispose()
+        if self._pid == os.getpid():
+            self._engine.dispose()
+
+    def abandon(self) -> None:
+        """Never close the connections, in a process that was forked: SQLite would undo the other's transaction.
+
+        Nor must they be collected, ever (https://www.sqlite.org/howtocorrupt.html#_carrying_an_open_database_across_a_fork_).
+        """
+        self._closed = True
+        for connection in self.connections:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))

@@ -6,6 +6,7 @@ times as long to expand a list of keys as SQLite to look them up.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -24,6 +25,7 @@ __all__ = [
     "add",
     "beginnings",
     "children",
+    "correct",
     "count_children",
     "delete",
     "delete_many",
@@ -33,6 +35,7 @@ __all__ = [
     "heal",
     "iter_by_use",
     "list_all",
+    "named_among",
     "replaced_by",
     "same_chunk",
     "shorter_siblings",
@@ -353,9 +356,31 @@ def file_names(tx: sa.Connection) -> set[str]:
     return set(tx.execute(sa.select(chunks.c.file_name).where(chunks.c.file_name.is_not(None))).scalars())
 
 
+def named_among(tx: sa.Connection, names: Iterable[str]) -> set[str]:
+    """Return those of the file names that rows name. A shard's name begins with its chunk's key."""
+    keys = {ChunkKey(bytes.fromhex(name[:32])) for name in names if _BEGINS_WITH_KEY.match(name)}
+    return {row.file_name for row in find(tx, list(keys)).values() if row.file_name is not None}
+
+
+_BEGINS_WITH_KEY = re.compile(r"[0-9a-f]{32}")
+
+
 def disk_bytes(tx: sa.Connection) -> int:
     """Return the sum of all chunks' bytes on disk, as kept by every add and delete."""
     return int(tx.execute(sa.select(bank_state.c.disk_bytes)).scalar_one())
+
+
+def correct(tx: sa.Connection, record: ChunkRecord) -> None:
+    """Let a row say of the file that it names what is proven of it; the sum of bytes is left to `recount`."""
+    values = {name: getattr(record, name) for name in ("data_offset", "n_bytes", "disk_bytes", "digest", "has_state")}
+    tx.execute(sa.update(chunks).where(*_unchanged(record)).values(**values))
+
+
+def recount(tx: sa.Connection) -> int:
+    """Set the kept sum of bytes to what the rows sum up to, and return it."""
+    summed = int(tx.execute(sa.select(sa.func.coalesce(sa.func.sum(chunks.c.disk_bytes), 0))).scalar_one())
+    tx.execute(sa.update(bank_state).values(disk_bytes=summed))
+    return summed
 
 
 def totals(tx: sa.Connection) -> Totals:

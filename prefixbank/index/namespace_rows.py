@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from prefixbank.schema import chunks, namespaces
 from prefixbank.values import ChunkKey, Namespace
 
-__all__ = ["NamespaceUsage", "ensure", "find", "list_usage"]
+__all__ = ["NamespaceUsage", "agree", "ensure", "find", "list_all", "list_usage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +36,37 @@ def find(tx: sa.Connection, fingerprint: str, salt_digest: str) -> Namespace | N
     return None if row is None else _from_row(row)
 
 
+def agree(known: Namespace | None, wanted: Namespace) -> bool:
+    """Tell whether a stored namespace is what its fingerprint and salt make it: an import may have brought it."""
+    return known is not None and (known.root_key, known.layout) == (wanted.root_key, wanted.layout)
+
+
 def ensure(tx: sa.Connection, wanted: Namespace) -> Namespace:
-    """Return the stored namespace equal to `wanted` (its `id` does not count), adding it where it is missing."""
+    """Return the stored namespace equal to `wanted` (its `id` does not count), adding it where it is missing.
+
+    One that does not `agree` is set right where it has no chunks, and returned as it is where it has.
+    """
     known = find(tx, wanted.fingerprint, wanted.salt_digest)
-    if known is not None:
-        return known
     values = asdict(wanted)
     del values["id"]
-    tx.execute(sa.insert(namespaces).values(**values))
+    if known is None:
+        tx.execute(sa.insert(namespaces).values(**values))
+    elif agree(known, wanted) or _has_chunks(tx, known.id):
+        return known
+    else:
+        tx.execute(sa.update(namespaces).where(namespaces.c.id == known.id).values(**values))
     added = find(tx, wanted.fingerprint, wanted.salt_digest)
     assert added is not None
     return added
+
+
+def _has_chunks(tx: sa.Connection, namespace_id: int) -> bool:
+    return tx.execute(sa.select(chunks.c.key).where(chunks.c.namespace_id == namespace_id).limit(1)).first() is not None
+
+
+def list_all(tx: sa.Connection) -> list[Namespace]:
+    """Return every namespace, the oldest first; looks at no chunk."""
+    return [_from_row(row) for row in tx.execute(sa.select(namespaces).order_by(namespaces.c.id))]
 
 
 def list_usage(tx: sa.Connection) -> list[NamespaceUsage]:

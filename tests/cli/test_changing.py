@@ -172,13 +172,14 @@ def test_prune_of_a_namespace_leaves_the_others(run: Run, filled: FilledBank) ->
 
 
 def test_prune_sweeps_old_files_that_no_row_names(run: Run, filled: FilledBank) -> None:
-    left_over = filled.root / "tmp" / "dead.safetensors"
+    left_over = filled.root / "shards" / "ab" / "dead.safetensors"
+    left_over.parent.mkdir(exist_ok=True)
     left_over.write_bytes(b"x" * 5)
     os.utime(left_over, (0, 0))
     outcome = run("prune", "-n")
-    assert outcome.out.splitlines()[0] == "tmp/dead.safetensors (5 B)"
+    assert outcome.out.splitlines()[0] == "shards/ab/dead.safetensors (5 B)"
     assert "1 other files would be removed" in outcome.out
-    assert run("prune", "--json").document["files"] == [{"path": "tmp/dead.safetensors", "n_bytes": 5}]
+    assert run("prune", "--json").document["files"] == [{"path": "shards/ab/dead.safetensors", "n_bytes": 5}]
     assert not left_over.exists()
 
 

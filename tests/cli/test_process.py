@@ -24,6 +24,8 @@ VERBS = [
     "pin short",
     "unpin short",
     "prune",
+    "export archive.tar",
+    "import archive.tar",
     "rm short",
 ]
 
@@ -63,6 +65,7 @@ def test_verbs_that_need_no_model_import_no_mlx(filled: FilledBank) -> None:
     (filled.root / "prefixes" / "short.toml").write_text("instructions = 'x'")
     done = subprocess.run(
         [sys.executable, "-c", IMPORTED, str(filled.root), ",".join(HEAVY), *VERBS],
+        cwd=filled.root.parent,
         capture_output=True,
         text=True,
         timeout=120,

@@ -2,7 +2,8 @@
 
 `python -m tests.fault.dying` reads lines of JSON, `[root, deed, point, n]`. For each it forks a process that does the
 deed and kills itself, by SIGKILL, when it comes to the point for the n-th time; then it prints the exit code.
-`python -m tests.fault.dying ROOT FIRST` stores prefixes and says so until it is killed from outside.
+`python -m tests.fault.dying ROOT FIRST` stores prefixes and says so until it is killed from outside; with `--mixed` in
+place of FIRST, it does so for each line of stdin in a process of its own, which also removes and prunes.
 """
 
 from __future__ import annotations
@@ -21,12 +22,7 @@ from prefixbank.bank import PrefixBank
 from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows
 from prefixbank.shards import ShardStore, ShardWriter
 from tests.fakekv import FakeModel
-
-BASE = list(range(10))
-"""Stored before: two full chunks of 4 and a tail of 2, which is named `base`."""
-LONGER = list(range(22))
-"""What is stored while the process dies: three more full chunks, the first of which covers the tail, and a new tail."""
-OTHER = [7, 7, 7, 7, 7]
+from tests.fault.deeds import BASE, LONGER
 
 POINTS: dict[str, tuple[Any, str, str]] = {
     "a temporary file is half written": (os, "writev", "within"),
@@ -126,6 +122,45 @@ def acknowledge(root: Path, first: int) -> NoReturn:
     raise AssertionError("numbers ended")
 
 
+def mix(root: Path, first: int) -> NoReturn:
+    """Store and name prefixes, remove some of them, and prune what nothing refers to, until killed.
+
+    What is stored is said after it is done, what is removed before.
+    """
+    with PrefixBank.open(root) as bank:
+        model = FakeModel(bank)
+        for number in itertools.count(first):
+            model.name(f"n{number}", [1, 2, 3, 4, number, number, number, number, number, 5])
+            os.write(1, f"stored {number}\n".encode())
+            if number % 3 == 1:
+                os.write(1, f"removing {number - 1}\n".encode())
+                if bank._session.prefixes(f"n{number - 1}"):
+                    bank.remove(f"n{number - 1}")
+            if number % 5 == 0:
+                bank.prune()
+            if number % 40 == 0:  # the bank must not grow with the test
+                for old in bank.prefixes():
+                    if old.name != "other":
+                        os.write(1, f"removing {old.name[1:]}\n".encode())
+                        bank.remove(old.name)
+    raise AssertionError("numbers ended")
+
+
+def serve_mixed(root: Path) -> None:
+    """Fork a process for each line of stdin, say its id, and `end` when it was killed."""
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                mix(root, int(line))
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        print(pid, flush=True)
+        os.waitpid(pid, 0)
+        print("end", flush=True)
+
+
 def serve() -> None:
     """Fork a process for each line of stdin: that spares each of them half a second of imports."""
     for line in sys.stdin:
@@ -141,6 +176,9 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    if "--mixed" in sys.argv:
+        serve_mixed(Path(sys.argv[1]))
+        sys.exit()
     if sys.argv[1:]:
         acknowledge(Path(sys.argv[1]), int(sys.argv[2]))
     serve()

@@ -38,6 +38,8 @@ class FailingDisk:
 
     def instead_of(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*given: Any, **named: Any) -> Any:
+            if str(given[0]).endswith(".note"):  # no store depends on one
+                return real(*given, **named)
             self.done.append(name)
             if len(self.done) == self.nth:
                 raise OSError(self.errno, os.strerror(self.errno))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from prefixbank.bank import PrefixBank
 from tests.fakekv import FakeModel, disk_usage
 from tests.fault.together import (
@@ -19,14 +21,16 @@ from tests.fault.together import (
     store_the_same,
 )
 
-N_ROUNDS = 100
 N_BANKS = 20
 
 
-def test_two_that_store_the_same_prefix_with_other_bytes_never_harm_each_others_shards(bank: PrefixBank) -> None:
-    run_together(store_the_same, [(bank.root, flavour, N_ROUNDS) for flavour in FLAVOURS])
+@pytest.mark.parametrize("n_rounds", [100, pytest.param(1000, marks=pytest.mark.long)])
+def test_two_that_store_the_same_prefix_with_other_bytes_never_harm_each_others_shards(
+    bank: PrefixBank, n_rounds: int
+) -> None:
+    run_together(store_the_same, [(bank.root, flavour, n_rounds) for flavour in FLAVOURS])
     model = FakeModel(bank)
-    for number in range(N_ROUNDS):
+    for number in range(n_rounds):
         assert model.resolve(growing_prompt(number), FLAVOURS).n_tokens == len(growing_prompt(number))
     assert files_there(bank.root) == named_files(bank)
     assert not bank.check(read_data=True).findings

@@ -56,13 +56,13 @@ def named_files(bank: PrefixBank) -> set[str]:
     return {f"shards/{r.file_name[:2]}/{r.file_name}" for r in bank.chunks() if r.file_name is not None}
 
 
-def files_there(root: Path) -> set[str]:
-    """Return the paths, relative to the root, of all files in `shards` and `tmp`."""
+def files_there(root: Path, *, notes: bool = False) -> set[str]:
+    """Return the paths, relative to the root, of all files in `shards` and `tmp`; notes are no shards."""
     return {
         path.relative_to(root).as_posix()
         for folder in ("shards", "tmp")
         for path in (root / folder).rglob("*")
-        if not path.is_dir()
+        if not path.is_dir() and (notes or path.suffix != ".note")
     }
 
 

@@ -14,14 +14,16 @@ import prefixbank
 NAMES = {
     "open and use": {"PrefixBank", "BankedModel", "FewShotPrompt", "Example", "RenderedPrompt", "ChatRoles"},
     "results": {
-        "Analysis", "BankStats", "BankedResponse", "CheckReport", "Explanation", "FileState", "Finding",
-        "GenerationResult", "Lease", "ManyResult", "Match", "PartingPoint", "PrefixFile", "PrefixRecord",
+        "Analysis", "ArchivedPrefix", "BankStats", "BankedResponse", "CheckReport", "Explanation", "Exported", "FileState",
+        "Finding",
+        "GenerationResult", "Imported", "Lease", "ManyResult", "Match", "PartingPoint", "PrefixFile", "PrefixRecord",
         "PromptFinding", "PrunePlan", "Replaced", "Resolved", "ScoreResult", "Stored", "StoredVersion", "WarmPlan",
         "Warmed",
     },
     "cache kinds": {"CacheKind", "register_cache_kind"},
     "errors": {
-        "BankBusyError", "BankNotFoundError", "BankReadOnlyError", "BankWarning", "ConfigError", "DemoModelError",
+        "ArchiveError", "BankBusyError", "BankNotFoundError", "BankReadOnlyError", "BankWarning", "ConfigError",
+        "DemoModelError",
         "EvaluationError", "FingerprintMismatchError", "IndexCorruptError", "PrefixBankError", "PromptError",
         "SchemaError", "ShardCorruptError", "ShardError", "ShardMissingError", "StorageError", "UnknownPrefixError",
         "UnsupportedCacheError",

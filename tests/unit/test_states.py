@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from prefixbank import chunking, storing
+from prefixbank import chunking, eviction, storing
 from prefixbank.bank import PrefixBank
 from prefixbank.chunking import pack_token_ids, unpack_token_ids
 from prefixbank.index import chunk_rows
@@ -313,7 +314,9 @@ def test_rows_that_are_there_count_where_a_child_is_lost_meanwhile(
         real_publish(self)
         if not raced:
             raced.append(True)
-            bank.prune(max_bytes=BLOCK)
+            session = bank._session
+            in_progress = eviction.find_unnamed(session.index, session.shards, time.time()).n_young_bytes
+            bank.prune(max_bytes=BLOCK + in_progress)
 
     with monkeypatch.context() as patch:
         patch.setattr(ShardWriter, "publish", publish)

@@ -237,6 +237,15 @@ def test_prefixes_are_shared_from_the_length_on_that_was_measured(
     assert len(asked) == len(set(asked))
 
 
+def test_runs_deeper_in_the_trie_are_weighed_by_what_they_add(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pays_from(32, monkeypatch)
+    head = random_ids(63)
+    groups = [head + random_ids(n_more, seed=n_more) for n_more in (20, 40)]
+    prompts = [group + random_ids(5, seed=10 * at + n) for at, group in enumerate(groups) for n in range(4)]
+    results = answers(llm, prompts, max_tokens=2, batch_size=8)
+    assert [result.shared_tokens for result in results] == [63] * 4 + [103] * 4
+
+
 def test_one_at_a_time_is_never_shared(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = pays_from(1, monkeypatch)
     results = answers(llm, prompts_sharing(63), max_tokens=2, batch_size=1)

@@ -14,9 +14,8 @@ import prefixbank
 NAMES = {
     "open and use": {"PrefixBank", "BankedModel", "FewShotPrompt", "Example", "RenderedPrompt", "ChatRoles"},
     "results": {
-        "Analysis", "ArchivedPrefix", "BankStats", "BankedResponse", "CheckReport", "Explanation", "Exported", "FileState",
-        "Finding",
-        "GenerationResult", "Imported", "Lease", "ManyResult", "Match", "PartingPoint", "PrefixFile", "PrefixRecord",
+        "Analysis", "ArchivedPrefix", "BankStats", "BankedResponse", "CheckReport", "Explanation", "Exported",
+        "FileState", "Finding", "GenerationResult", "Imported", "Lease", "ManyResult", "Match", "PartingPoint", "PrefixFile", "PrefixRecord",
         "PromptFinding", "PrunePlan", "Replaced", "Resolved", "ScoreResult", "Stored", "StoredVersion", "WarmPlan",
         "Warmed",
     },

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prefixbank.cli import models
-from prefixbank.cli.options import JsonOption, open_bank
+from prefixbank.cli.options import JsonOption, chosen_bank, open_bank
 from prefixbank.cli.output import print_document, print_text, progress_bar
 from prefixbank.cli.sources import JsonLinesOption, SourceArgument, SourcePrompt, read_prompts
 from prefixbank.errors import BankNotFoundError, ConfigError, PrefixBankError, PromptError
@@ -59,7 +59,7 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Say how far prompts match what is stored, which token differs, and why; of several, what would share more."""
-    read = _read(read_prompts(source, as_lines=as_lines), query)
+    read = _read(read_prompts(source, as_lines=as_lines, root=chosen_bank(ctx).root), query)
     if not read.prompts and read.error is not None:
         raise read.error
     explained: list[tuple[str, Explanation]] = []

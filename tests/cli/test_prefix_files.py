@@ -52,6 +52,13 @@ def states(run: Run) -> dict[str, Any]:
 # --- by name
 
 
+def test_explain_takes_a_files_name_too(explain: Run, warm: Run, write: Write) -> None:
+    path = write("mood/v1.toml")
+    n_shared = warm("mood/v1", "--json").document["prefixes"][0]["n_tokens"]
+    (explained,) = explain("mood/v1", "--query", "7 lamps broke", "--json").document["explanations"]
+    assert (explained["source"], explained["n_matched_tokens"]) == (str(path), n_shared)
+
+
 def test_a_file_is_warmed_by_its_name_or_its_path_under_the_same_name(run: Run, warm: Run, write: Write) -> None:
     path = write("mood/v1.toml")
     by_name = warm("mood/v1", "--json").document["prefixes"][0]

@@ -15,17 +15,16 @@ NAMES = {
     "open and use": {"PrefixBank", "BankedModel", "FewShotPrompt", "Example", "RenderedPrompt", "ChatRoles"},
     "results": {
         "Analysis", "ArchivedPrefix", "BankStats", "BankedResponse", "CheckReport", "Explanation", "Exported",
-        "FileState", "Finding", "GenerationResult", "Imported", "Lease", "ManyResult", "Match", "PartingPoint", "PrefixFile", "PrefixRecord",
-        "PromptFinding", "PrunePlan", "Replaced", "Resolved", "ScoreResult", "Stored", "StoredVersion", "WarmPlan",
-        "Warmed",
+        "FileState", "Finding", "GenerationResult", "Imported", "Lease", "ManyResult", "Match", "PartingPoint",
+        "PrefixFile", "PrefixRecord", "PromptFinding", "PrunePlan", "Replaced", "Resolved", "ScoreResult", "Stored",
+        "StoredVersion", "WarmPlan", "Warmed",
     },
     "cache kinds": {"CacheKind", "register_cache_kind"},
     "errors": {
         "ArchiveError", "BankBusyError", "BankNotFoundError", "BankReadOnlyError", "BankWarning", "ConfigError",
-        "DemoModelError",
-        "EvaluationError", "FingerprintMismatchError", "IndexCorruptError", "PrefixBankError", "PromptError",
-        "SchemaError", "ShardCorruptError", "ShardError", "ShardMissingError", "StorageError", "UnknownPrefixError",
-        "UnsupportedCacheError",
+        "DemoModelError", "EvaluationError", "FingerprintMismatchError", "IndexCorruptError", "PrefixBankError",
+        "PromptError", "SchemaError", "ShardCorruptError", "ShardError", "ShardMissingError", "StorageError",
+        "UnknownPrefixError", "UnsupportedCacheError",
     },
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ One panel a model, one line a contender (for batches: a contender and prefix len
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ def save(result: Mapping[str, Any], path: Path) -> None:
     """Plot the rows of `first_token.run` into an SVG or PNG file, as its suffix says."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator
 
     models = list(dict.fromkeys(row["model"] for row in result["rows"]))
     figure = Figure(figsize=(1.5 + 4.5 * len(models), 5.6), layout="constrained")
@@ -68,14 +67,8 @@ def save(result: Mapping[str, Any], path: Path) -> None:
                 markersize=6,
                 label=name,
             )
-        ticks = sorted({row["n_tokens"] for row in result["rows"] if row["model"] == model})
-        panel.set(xscale="log", yscale="log", xlabel="tokens in the prefix")
-        panel.set_title(model, fontsize=10)
-        panel.set_xticks(ticks, [f"{n:,}" for n in ticks])
-        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        panel.minorticks_off()
-        panel.yaxis.set_major_formatter(FuncFormatter(_seconds))
-        panel.grid(alpha=0.3)
+        ticks = {row["n_tokens"] for row in result["rows"] if row["model"] == model}
+        _lay_out(panel, model, "tokens in the prefix", ticks)
     axes[0].set_ylabel("time to the first token (median)")
     figure.legend(
         *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2 + len(models), frameon=False
@@ -87,7 +80,6 @@ def save_batches(result: Mapping[str, Any], path: Path) -> None:
     """Plot the steps of `batches.run` into an SVG or PNG file, as its suffix says."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator
 
     models = list(dict.fromkeys(row["model"] for row in result["rows"]))
     figure = Figure(figsize=(1.5 + 4.5 * len(models), 5.2), layout="constrained")
@@ -108,17 +100,23 @@ def save_batches(result: Mapping[str, Any], path: Path) -> None:
                     marker=marker,
                     label=f"{name}, {n_tokens:,} tokens",
                 )
-        ticks = sorted({row["n_queries"] for row in of_model})
-        panel.set(xscale="log", yscale="log", xlabel="queries in the batch")
-        panel.set_title(model, fontsize=10)
-        panel.set_xticks(ticks, [f"{n:,}" for n in ticks])
-        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        panel.minorticks_off()
-        panel.yaxis.set_major_formatter(FuncFormatter(_seconds))
-        panel.grid(alpha=0.3)
+        _lay_out(panel, model, "queries in the batch", {row["n_queries"] for row in of_model})
     axes[0].set_ylabel("time of a step (median)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=150)
+
+
+def _lay_out(panel: Any, title: str, label: str, ticks: Iterable[int]) -> None:
+    """Give a panel both logarithmic axes, with times upwards and `ticks` along the other."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    panel.set(xscale="log", yscale="log", xlabel=label)
+    panel.set_title(title, fontsize=10)
+    panel.set_xticks(sorted(ticks), [f"{n:,}" for n in sorted(ticks)])
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.minorticks_off()
+    panel.yaxis.set_major_formatter(FuncFormatter(_seconds))
+    panel.grid(alpha=0.3)
 
 
 def _seconds(seconds: float, _position: int) -> str:

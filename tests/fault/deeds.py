@@ -7,6 +7,7 @@ must hold follows from how the bank looks before and after it (`look`).
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import time
 import warnings
@@ -179,6 +180,22 @@ def store_and_spill(_: PrefixBank, model: FakeModel) -> None:
     model.store(LONG)
 
 
+def import_longer(root: Path, arm: Arm) -> None:
+    """Import an archive of LONGER, which goes on behind what is there."""
+    source = root.with_name("source")
+    shutil.rmtree(source, ignore_errors=True)  # what a killed one left
+    with PrefixBank.open(source / "bank", chunk_tokens=4, durability="fast") as bank:
+        FakeModel(bank).name("longer", LONGER)
+        bank.export_prefixes(source / "archive.tar")
+    on_bank(lambda bank, _: bank.import_prefixes(source / "archive.tar"))(root, arm)
+
+
+def export_base(root: Path, arm: Arm) -> None:
+    archive = root.with_name("archive.tar")
+    archive.unlink(missing_ok=True)
+    on_bank(lambda bank, _: bank.export_prefixes(archive))(root, arm)
+
+
 def migrate(root: Path, arm: Arm) -> None:
     index = Index(root / INDEX_FILE, read_only=False, durability="full", busy_timeout_s=15)
     try:
@@ -221,6 +238,8 @@ DEEDS: dict[str, Deed] = {
     "first store of a model": Deed(prepare, on_bank(lambda bank, _: FakeModel(bank, "new").store(BASE))),
     "prune": Deed(with_leftovers, on_bank(lambda bank, _: bank.prune(max_bytes=0))),
     "rm": Deed(prepare, on_bank(lambda bank, _: bank.remove("base")), at_once=False),
+    "import": Deed(prepare, import_longer, at_once=False),
+    "export": Deed(prepare, export_base),
     "migrate": Deed(of_first_schema, migrate, first=finish_migration),
     "read": Deed(prepare, on_bank(lambda _, model: model.held(BASE, OTHER))),
     "read a corrupt shard": Deed(corrupt, on_bank(lambda _, model: model.resolve(BASE)), first=read_base),

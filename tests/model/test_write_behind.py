@@ -56,9 +56,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made = Gate()
     real = storing.store
 
-    def store(*given: Any) -> Any:
+    def store(*given: Any, **options: Any) -> Any:
         made.pass_through()
-        return real(*given)
+        return real(*given, **options)
 
     monkeypatch.setattr(storing, "store", store)
     yield made
@@ -269,7 +269,7 @@ def test_repeat_copies_and_writes_nothing(
     before = {path: path.stat().st_mtime_ns for path in bank.root.rglob("*.safetensors")}
     assert written == sum(path.stat().st_size for path in before)
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("something is written or queued")
 
     monkeypatch.setattr(os, "writev", fail)
@@ -407,7 +407,7 @@ def test_store_that_fails_is_warned_of_once_counted_and_raised_by_flush_once(
 ) -> None:
     with monkeypatch.context() as patch, pytest.warns(BankWarning, match=str(error)) as told:
 
-        def fail(*_: Any) -> None:
+        def fail(*_: Any, **__: Any) -> None:
             raise error
 
         patch.setattr(storing, "store", fail)
@@ -484,7 +484,7 @@ def test_put_and_warm_store_at_once_and_raise(
     gate.opened.set()
     bank.flush()
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise StorageError("no space left")
 
     monkeypatch.setattr(ShardWriter, "write", fail)
@@ -522,7 +522,7 @@ def test_uses_that_can_not_be_noted_are_no_failed_store(
     monkeypatch.setattr(session, "_USES_BETWEEN_WRITES", 1)
     with monkeypatch.context() as patch, pytest.warns(BankWarning) as told:
 
-        def fail(*_: Any) -> None:
+        def fail(*_: Any, **__: Any) -> None:
             raise StorageError("no space left")
 
         patch.setattr(session.chunk_rows, "touch_many", fail)
@@ -570,7 +570,7 @@ def test_closing_warns_of_what_can_not_be_written(
     bank.attach(llama, tokenizer).generate(PROMPT, max_tokens=4)
     assert gate.entered.wait(60)
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise StorageError("no space left")
 
     monkeypatch.setattr(ShardWriter, "write", fail)
@@ -650,8 +650,8 @@ def exits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
         "import mlx.core as mx\n"
         "from tests.model.tiny import FROM_DISK, build_model, build_tokenizer, random_ids\n"
         "ending, real = threading.Event(), storing.store\n"
-        "def slow(*given):\n"
-        "    assert ending.wait(60); return real(*given)\n"
+        "def slow(*given, **options):\n"
+        "    assert ending.wait(60); return real(*given, **options)\n"
         "def interrupt(logits):\n"
         "    signal.raise_signal(signal.SIGINT); return mx.argmax(logits, axis=-1)\n"
         "def go_on():\n"

@@ -69,7 +69,7 @@ def test_prefix_in_memory_whose_place_on_disk_another_one_took_is_stored_again(
 def test_prefix_whose_store_failed_is_kept_in_memory_and_stored_later(
     llm: Any, bank: PrefixBank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise StorageError("no space left")
 
     prompt = random_ids(64)

@@ -33,9 +33,16 @@ class EncodedPrompt:
 
 
 def context_tokens(model: Any) -> int | None:
-    """Return how many tokens the model's positions reach, where its config says so."""
-    n_tokens = getattr(getattr(model, "args", None), "max_position_embeddings", None)
-    return n_tokens if isinstance(n_tokens, int) and n_tokens > 0 else None
+    """Return how many tokens the model's positions reach, where its config says so.
+
+    What mlx-lm takes where a config says nothing is no limit: its recurrent models have such defaults, too.
+    """
+    name = "max_position_embeddings"
+    args = getattr(model, "args", None)
+    n_tokens = getattr(args, name, None)
+    if not isinstance(n_tokens, int) or n_tokens <= 0 or n_tokens == getattr(type(args), name, None):
+        return None
+    return n_tokens
 
 
 def check_length(token_ids: bytes, n_most: int | None, what: str = "the prompt") -> None:

@@ -614,7 +614,7 @@ def salted_parts(archive: Path, root: bytes) -> Parts:
 def test_a_root_key_of_another_tenant_is_refused(bank: FilledBank, archive: Path, tmp_path: Path) -> None:
     """Only who knows a salt can prove its root key; but nobody can take the place of a namespace that is there."""
     (tmp_path / "x.tar").write_bytes(salted_parts(archive, root_key(FINGERPRINTS[0])).pack())
-    assert refusal(bank.root, tmp_path / "x.tar") == (3, FingerprintMismatchError)
+    assert refusal(bank.root, tmp_path / "x.tar") == (13, ArchiveError)
     (tmp_path / "y.tar").write_bytes(salted_parts(archive, bytes(16)).pack())
     assert main(["--bank", str(bank.root), "import", str(tmp_path / "y.tar")]) == 0
 

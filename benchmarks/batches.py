@@ -38,7 +38,7 @@ from benchmarks.measuring import compute, interleave, paired_ratio, random_token
 from benchmarks.models import BenchModel
 from benchmarks.report import Table, milliseconds
 from prefixbank import PrefixBank
-from prefixbank.kvcache.probe import CacheOptions
+from prefixbank.kvcache.probe import CacheOptions, is_on_gpu
 from prefixbank.kvcache.sharedattention import shared_attention
 from prefixbank.kvcache.sharing import Sharing
 
@@ -128,7 +128,7 @@ def _rows(
 
 def _memory_bytes() -> int:
     """Return the memory of what MLX computes on."""
-    on_gpu = int(mx.device_info().get("total_memory", 0)) if mx.default_device().type == mx.DeviceType.gpu else 0
+    on_gpu = int(mx.device_info().get("total_memory", 0)) if is_on_gpu() else 0
     return on_gpu or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -70,7 +70,7 @@ def _batch(model: Any, prefix: list[int], n: int, way: str) -> tuple[list[Any], 
     if way == "merged":
         sequences = [prompt_cache] * n
     else:
-        sharing = Sharing(model, CacheOptions(), always=True)
+        sharing = Sharing(model, CacheOptions())
         shared = sharing.extended(sharing.empty, prompt_cache, len(prefix))
         sequences = [sharing.behind(shared, prompt_cache, len(prefix)) for _ in range(n)]
     batch = [layer[0].merge(list(layer)) for layer in zip(*sequences, strict=True)]

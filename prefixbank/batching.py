@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
@@ -13,10 +14,24 @@ from prefixbank.kvcache.sharing import Sharing
 from prefixbank.layout import LayerLayout
 from prefixbank.promptcaches import PromptCaches
 
-__all__ = ["SharedAttention", "can_batch", "check_shared_attention", "sharing_for"]
+__all__ = [
+    "SharedAttention",
+    "SharedFrom",
+    "can_batch",
+    "check_shared_attention",
+    "decoded_from",
+    "scored_from",
+    "sharing_for",
+]
 
 SharedAttention = Literal["auto", "always", "off"]
 """Share rows where it was measured to pay, wherever two sequences have rows in common, or nowhere."""
+
+
+SharedFrom = Callable[[int], int | None]
+"""Gives for a number of sequences how long a run must be for them to share its rows; None for never."""
+
+_LEAST_SCORED = 64
 
 
 def check_shared_attention(choice: str) -> None:
@@ -27,10 +42,29 @@ def check_shared_attention(choice: str) -> None:
 
 def sharing_for(caches: PromptCaches, choice: SharedAttention) -> Sharing | None:
     """Return what shares rows for a model whose caches can be batched; None where no layer can, or none should."""
-    if choice == "off" or not can_batch(caches):
-        return None
-    sharing = caches.sharing(always=choice == "always")
-    return sharing if sharing.leaves else None
+    return caches.sharing if choice != "off" and caches.sharing.leaves else None
+
+
+def decoded_from(sharing: Sharing | None, choice: SharedAttention, n_steps: int) -> SharedFrom:
+    """Return from how many tokens on rows are shared by sequences that are decoded for so many steps."""
+    if sharing is None or choice == "always":
+        return _always_or_never(sharing)
+    return lambda n_sequences: sharing.least_tokens(n_sequences, n_steps)
+
+
+def scored_from(sharing: Sharing | None, choice: SharedAttention) -> SharedFrom:
+    """Return from how many tokens on rows are shared by sequences that are scored.
+
+    Scores take two steps or so, so that merging the caches and picking sequences out of them is most of the work of
+    merged ones. Shared rows were faster or as fast from 64 tokens on (docs/performance.md).
+    """
+    if sharing is None or choice == "always":
+        return _always_or_never(sharing)
+    return lambda n_sequences: _LEAST_SCORED if n_sequences > 1 else None
+
+
+def _always_or_never(sharing: Sharing | None) -> SharedFrom:
+    return lambda n_sequences: 1 if sharing is not None and n_sequences > 1 else None
 
 
 def can_batch(caches: PromptCaches) -> bool:

@@ -14,11 +14,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 
+from prefixbank.batching import SharedFrom
 from prefixbank.choices import Branch, branches
-from prefixbank.errors import PromptError
 from prefixbank.kvcache.sharedattention import shared_attention
 from prefixbank.kvcache.sharing import Sharing
 from prefixbank.promptcaches import PromptCaches
+from prefixbank.prompts import named
 from prefixbank.triewalk import Job, TrieWalk, declared_prefixes
 from prefixbank.weighing import BATCH_BYTES, ChoiceWeights, padded_rows, weigh
 
@@ -34,6 +35,7 @@ def weigh_together(
     name: Callable[[int], str],
     *,
     sharing: Sharing | None,
+    shared_from: SharedFrom,
     batch_size: int,
     prefill_step_size: int | None,
 ) -> Iterator[list[int]]:
@@ -47,7 +49,7 @@ def weigh_together(
         prefill_step_size=prefill_step_size,
         sharing=sharing,
         n_together=batch_size,
-        shared_from=lambda n: None if sharing is None else sharing.least_scored_tokens(n),
+        shared_from=shared_from,
         declared=declared_prefixes([job.encoded.prompt for job in jobs]),
     )
     batches = _Batches(caches, jobs, name, prefill_step_size or caches.prefill_step_size, is_shared=walk.shares)
@@ -117,10 +119,7 @@ class _Batches:
         if not self._n_vocabulary:
             self._n_vocabulary = n_vocabulary
             for index, weights in enumerate(self._jobs):  # now, before more is computed
-                try:
-                    weights.check_vocabulary(n_vocabulary)
-                except PromptError as exc:
-                    raise PromptError(f"{self._name(index)}: {exc}") from exc
+                named(self._name(index), weights.check_vocabulary, n_vocabulary)
 
     def _read(self, rests: Sequence[list[int]], batch: list[Any]) -> mx.array:
         """Read what is left of the prompts; return the logits behind their last tokens, `[batch, vocabulary]`."""

@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, stream_generate
 
-from prefixbank.batching import can_batch
 from prefixbank.generation import LogitsProcessor, Sampler, seeing_all
 from prefixbank.kvcache.sharedattention import shared_attention
 from prefixbank.promptcaches import PromptCaches
@@ -36,9 +35,12 @@ def decode(
     batch_size: int,
     prefill_step_size: int | None,
 ) -> Generator[list[Job], None, None]:
-    """Yield the jobs that are done, those that end together in one list; asks for more jobs as there is room."""
+    """Yield the jobs that are done, those that end together in one list; asks for more jobs as there is room.
+
+    `batch_size` is 1 for caches that can't be batched.
+    """
     step = prefill_step_size or caches.prefill_step_size
-    if batch_size == 1 or not can_batch(caches):
+    if batch_size == 1:
         for job in jobs:
             _decode_alone(caches, tokenizer, job, max_tokens, sampler, logits_processors, step)
             yield [job]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefixbank.batching import SharedAttention, check_shared_attention, sharing_for
+from prefixbank.batching import SharedAttention, can_batch, check_shared_attention, decoded_from, sharing_for
 from prefixbank.chunking import TOKEN_BYTES
 from prefixbank.decoding import decode
 from prefixbank.errors import ConfigError, PrefixBankError, PromptError
@@ -179,7 +179,8 @@ def _answers(
             else:
                 to_do[ids if options.repeatable else index.to_bytes(8, "big")].append(index)
         groups = list(to_do.values())
-        sharing = sharing_for(caches, options.shared_attention) if options.batch_size > 1 else None
+        batch_size = options.batch_size if can_batch(caches) else 1
+        sharing = sharing_for(caches, options.shared_attention) if batch_size > 1 else None
         n_steps = options.max_tokens if options.max_tokens > 0 else MOST_STEPS
         walk = TrieWalk(
             caches,
@@ -187,8 +188,8 @@ def _answers(
             hold_back=options.hold_back,
             prefill_step_size=options.prefill_step_size,
             sharing=sharing,
-            n_together=options.batch_size,
-            shared_from=lambda n: None if sharing is None else sharing.least_tokens(n, n_steps),
+            n_together=batch_size,
+            shared_from=decoded_from(sharing, options.shared_attention, n_steps),
             declared=declared_prefixes([prompts[group[0]] for group in groups]),
         )
         with closing(
@@ -199,7 +200,7 @@ def _answers(
                 max_tokens=options.max_tokens,
                 sampler=options.sampler,
                 logits_processors=options.logits_processors,
-                batch_size=options.batch_size,
+                batch_size=batch_size,
                 prefill_step_size=options.prefill_step_size,
             )
         ) as finished:

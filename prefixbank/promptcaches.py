@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -95,7 +96,6 @@ class PromptCaches:
         self.options = options
         self.state_every_chunks = state_every_chunks
         self.prefill_step_size = prefill_step_size
-        self._sharing: dict[bool, Sharing] = {}
 
     @property
     def quantises_later(self) -> bool:
@@ -110,11 +110,10 @@ class PromptCaches:
             isinstance(layer_cache, _NOT_TRIMMABLE) for layer_cache in new_prompt_cache(self.model, self.options)
         )
 
-    def sharing(self, *, always: bool = False) -> Sharing:
+    @cached_property
+    def sharing(self) -> Sharing:
         """Return what makes caches of the model that share rows; the first time it tries that out."""
-        if always not in self._sharing:
-            self._sharing[always] = Sharing(self.model, self.options, always=always)
-        return self._sharing[always]
+        return Sharing(self.model, self.options)
 
     def introduce(self) -> None:
         """Identify the model now, so that what keeps it out of the bank is said when it is loaded.

@@ -7,7 +7,7 @@ prompts with quite different queries have in common.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from prefixbank.chunking import TOKEN_BYTES, common_run, pack_token_ids, unpack_
 from prefixbank.errors import PromptError
 from prefixbank.fewshot import FewShotPrompt, RenderedPrompt
 
-__all__ = ["EncodedPrompt", "Prompt", "PromptEncoder", "check_length", "context_tokens"]
+__all__ = ["EncodedPrompt", "Prompt", "PromptEncoder", "check_length", "context_tokens", "named"]
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | RenderedPrompt
 """A text, token ids (a list, or an array with `tolist`), chat messages, or what `FewShotPrompt.render` returns."""
@@ -50,6 +50,14 @@ def check_length(token_ids: bytes, n_most: int | None, what: str = "the prompt")
     n_tokens = len(token_ids) // TOKEN_BYTES
     if n_most is not None and n_tokens > n_most:
         raise PromptError(f"{what} has {n_tokens} tokens, but the model's context holds {n_most}")
+
+
+def named(what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function, with its argument named in errors."""
+    try:
+        return function(*args)
+    except PromptError as exc:
+        raise PromptError(f"{what}: {exc}") from exc
 
 
 class PromptEncoder:

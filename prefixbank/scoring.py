@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixbank.batching import SharedAttention, can_batch, check_shared_attention, sharing_for
+from prefixbank.batching import SharedAttention, can_batch, check_shared_attention, scored_from, sharing_for
 from prefixbank.batchweighing import weigh_together
 from prefixbank.choices import Choice, EncodedChoices, Normalise, checked_choices, encode_choices
 from prefixbank.chunking import TOKEN_BYTES
 from prefixbank.errors import ConfigError, PromptError
 from prefixbank.fewshot import RenderedPrompt
 from prefixbank.promptcaches import PromptCaches
-from prefixbank.prompts import EncodedPrompt, Prompt, PromptEncoder
+from prefixbank.prompts import EncodedPrompt, Prompt, PromptEncoder, named
 from prefixbank.tokentrie import fold_small_runs, shared_runs
 from prefixbank.weighing import ChoiceWeights
 
@@ -76,7 +76,7 @@ def score(
     encoded.check_lengths(context_tokens)
     encoded.lengths(normalise)
     blanks = [
-        _named(f"calibrate {n}", encode_choices, encoder, tokenizer, blank, checked)
+        named(f"calibrate {n}", encode_choices, encoder, tokenizer, blank, checked)
         for n, blank in enumerate(_content_free(calibrate))
     ]
     free = [ChoiceWeights(caches, blank, prefill_step_size).run() for blank in blanks]
@@ -106,15 +106,15 @@ def score_many(
     if _is_shared(choices):
         each = [checked_choices(choices)] * len(prompts)  # type: ignore[arg-type]
     else:
-        each = [_named(f"prompt {n}", checked_choices, own) for n, own in enumerate(choices)]
+        each = [named(f"prompt {n}", checked_choices, own) for n, own in enumerate(choices)]
         if len(each) != len(prompts):
             raise PromptError(f"{len(prompts)} prompts were given and choices for {len(each)}")
     jobs = [
-        _named(f"prompt {n}", encode_choices, encoder, tokenizer, prompt, own)
+        named(f"prompt {n}", encode_choices, encoder, tokenizer, prompt, own)
         for n, (prompt, own) in enumerate(zip(prompts, each, strict=True))
     ]
     for n, job in enumerate(jobs):
-        _named(f"prompt {n}", job.check_lengths, context_tokens)
+        named(f"prompt {n}", job.check_lengths, context_tokens)
     blanks = _content_free(calibrate)
     # Content-free prompts are scored among the others, where their prefix is, and once for the same choices.
     free_at: dict[tuple[str | tuple[int, ...], ...], range] = {}
@@ -122,7 +122,7 @@ def score_many(
         if own not in free_at:
             free_at[own] = range(len(jobs), len(jobs) + len(blanks))
             jobs += [
-                _named(f"calibrate {n}", encode_choices, encoder, tokenizer, blank, own)
+                named(f"calibrate {n}", encode_choices, encoder, tokenizer, blank, own)
                 for n, blank in enumerate(blanks)
             ]
     for job in jobs[:1]:
@@ -155,12 +155,18 @@ def _run(
     if batch_size > 1 and len(jobs) > 1 and can_batch(caches):
         sharing = sharing_for(caches, choice)
         yield from weigh_together(
-            caches, jobs, name, sharing=sharing, batch_size=batch_size, prefill_step_size=prefill_step_size
+            caches,
+            jobs,
+            name,
+            sharing=sharing,
+            shared_from=scored_from(sharing, choice),
+            batch_size=batch_size,
+            prefill_step_size=prefill_step_size,
         )
         return
     for at, prompt in _in_order([job.encoded for job in jobs], max(caches.session.chunk_tokens // 4, 1)):
         jobs[at].encoded = prompt
-        _named(name(at), jobs[at].run)
+        named(name(at), jobs[at].run)
         yield [at]
 
 
@@ -220,14 +226,6 @@ def _is_shared(choices: Any) -> bool:
         return True
     first = choices[0]
     return isinstance(first, str) or hasattr(first, "tolist") or (bool(first) and isinstance(first[0], Integral))
-
-
-def _named(what: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function, with its argument named in errors."""
-    try:
-        return function(*args)
-    except PromptError as exc:
-        raise PromptError(f"{what}: {exc}") from exc
 
 
 def _in_order(jobs: Sequence[EncodedChoices], worth_it: int) -> Iterator[tuple[int, EncodedChoices]]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prefixbank import computing
+from prefixbank.batching import SharedFrom
 from prefixbank.chunking import TOKEN_BYTES, unpack_token_ids
 from prefixbank.kvcache.sharing import SharedPrefix, Sharing
 from prefixbank.promptcaches import REASON_UNAVAILABLE, REASON_UNSUPPORTED, PromptCaches, Resolved
@@ -84,7 +85,7 @@ class TrieWalk:
         prefill_step_size: int | None = None,
         sharing: Sharing | None = None,
         n_together: int = 1,
-        shared_from: Callable[[int], int | None] = lambda _: None,
+        shared_from: SharedFrom = lambda _: None,
         declared: Sequence[bytes] = (),
     ) -> None:
         """Take packed prompts; the last `hold_back` tokens of each, and at least one, are computed with the prompt.
@@ -139,7 +140,7 @@ class TrieWalk:
         """Return the prompts that go on behind a run alone: its members, without declared prefixes."""
         return [member for member in run.members if member < self._n_prompts]
 
-    def _runs_to_share(self, n_together: int, shared_from: Callable[[int], int | None]) -> set[SharedRun]:
+    def _runs_to_share(self, n_together: int, shared_from: SharedFrom) -> set[SharedRun]:
         """Return the runs whose rows are to be shared, each for what it adds to those above it."""
         if self._sharing is None or n_together < 2:
             return set()

@@ -14,7 +14,7 @@ from prefixbank.errors import ConfigError, PrefixBankError, UnsupportedCacheErro
 from prefixbank.kvcache.capture import describe, leaf_caches
 from prefixbank.layout import CacheLayout
 
-__all__ = ["CacheOptions", "device_name", "new_prompt_cache", "probe_layout", "quantize"]
+__all__ = ["CacheOptions", "device_name", "is_on_gpu", "new_prompt_cache", "probe_layout", "quantize"]
 
 
 KV_BITS = (2, 3, 4, 5, 6, 8)
@@ -66,8 +66,13 @@ def new_prompt_cache(model: nn.Module, options: CacheOptions) -> list[Any]:
 
 def device_name() -> str:
     """Return what MLX computes on, for example "gpu Apple M3 Max"."""
-    kind = "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
+    kind = "gpu" if is_on_gpu() else "cpu"
     return f"{kind} {mx.device_info().get('device_name', '')}".strip()
+
+
+def is_on_gpu() -> bool:
+    """Tell whether MLX computes on a GPU."""
+    return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
 def quantize(prompt_cache: list[Any], options: CacheOptions) -> None:

@@ -20,6 +20,7 @@ import mlx.nn as nn
 from mlx_lm.models import base
 
 from prefixbank.errors import UnsupportedCacheError
+from prefixbank.kvcache.probe import is_on_gpu
 from prefixbank.kvcache.sharedrows import SharedBatchKVCache, SharedRows, Span, is_mask_of_own_rows
 
 __all__ = ["SCORE_BYTES", "attend", "shared_attention"]
@@ -122,7 +123,7 @@ def _attend_together(queries: mx.array, keys: mx.array, values: mx.array) -> lis
     # Three axes: MLX's CUDA build (0.32.4) copies transposed keys of four.
     flat = queries.swapaxes(0, 1).flatten(1, 2)
     own = keys[0].astype(mx.float32), values[0].astype(mx.float32)
-    tile = max(1, _GPU_TILE_BYTES // (n_kv_heads * keys.shape[2] * 4)) if _is_on_gpu() else batch * n_rows
+    tile = max(1, _GPU_TILE_BYTES // (n_kv_heads * keys.shape[2] * 4)) if is_on_gpu() else batch * n_rows
     tiles = [_softmax(flat[:, low : low + tile], *own, None) for low in range(0, batch * n_rows, tile)]
     part = _concatenated(tiles, axis=1)
     return [of_part.reshape(n_kv_heads, batch, n_rows, -1).swapaxes(0, 1) for of_part in part]
@@ -157,11 +158,7 @@ def _own_part(
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function as MLX runs it in fewer steps on GPUs, where starting a step costs more than most do."""
-    return _compile(function) if _is_on_gpu() else function
-
-
-def _is_on_gpu() -> bool:
-    return bool(mx.default_device().type == mx.DeviceType.gpu)
+    return _compile(function) if is_on_gpu() else function
 
 
 @lru_cache

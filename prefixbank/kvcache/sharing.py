@@ -21,7 +21,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from prefixbank.errors import UnsupportedCacheError
 from prefixbank.kvcache.capture import leaf_caches
-from prefixbank.kvcache.probe import CacheOptions, new_prompt_cache
+from prefixbank.kvcache.probe import CacheOptions, is_on_gpu, new_prompt_cache
 from prefixbank.kvcache.sharedattention import attend, shared_attention
 from prefixbank.kvcache.sharedrows import Chain, SharedKVCache, SharedRows, Span
 
@@ -34,7 +34,6 @@ _TRIES = 5
 _GPU_MARGIN = 0.8
 """What part of merged attention's time shared attention may take on GPUs, where its many small kernels cost more in a
 whole model than among themselves (docs/performance.md)."""
-_LEAST_SCORED = 64
 MOST_STEPS = 32
 """More steps than these are as likely as not cut short by the end of an answer."""
 _TOLERANCE = 0.05
@@ -53,13 +52,9 @@ class SharedPrefix:
 
 
 class Sharing:
-    """Make prompt caches of one model whose sequences share rows. Build it once for a model: it tries things out.
+    """Make prompt caches of one model whose sequences share rows. Build it once for a model: it tries things out."""
 
-    With `always`, sharing is taken to pay for any two sequences with a token in common.
-    """
-
-    def __init__(self, model: nn.Module, options: CacheOptions, *, always: bool = False) -> None:
-        self._always = always
+    def __init__(self, model: nn.Module, options: CacheOptions) -> None:
         self._model = model
         self._options = options
         self._shapes: tuple[int, int, int, mx.Dtype] | None = None  # heads of keys, widths of both, dtype
@@ -179,22 +174,10 @@ class Sharing:
         """
         if not self.leaves or n_sequences < 2:
             return None
-        if self._always:
-            return 1
         rounded = _rounded(n_sequences), _rounded(min(max(n_steps, 1), MOST_STEPS))
         if rounded not in self._least:
             self._least[rounded] = next((n for n in _TRIED_TOKENS if self._is_faster(*rounded, n)), None)
         return self._least[rounded]
-
-    def least_scored_tokens(self, n_sequences: int) -> int | None:
-        """Return how long a prefix must be for that many sequences to be scored faster with shared rows.
-
-        Scores take two steps or so, so that merging the caches and picking sequences out of them is most of the work of
-        merged ones. Shared rows were faster or as fast from 64 tokens on (docs/performance.md).
-        """
-        if not self.leaves or n_sequences < 2:
-            return None
-        return 1 if self._always else _LEAST_SCORED
 
     def _is_faster(self, n_sequences: int, n_steps: int, n_tokens: int) -> bool:
         assert self._shapes is not None
@@ -231,7 +214,7 @@ class Sharing:
                 lambda: mx.fast.scaled_dot_product_attention(queries, *merged, scale=scale, mask=masks[0])
             )
             with_shared = _least_seconds(lambda: attend(queries, *own, levels, scale, masks[1]))
-        margin = _GPU_MARGIN if mx.default_device().type == mx.DeviceType.gpu else 1.0
+        margin = _GPU_MARGIN if is_on_gpu() else 1.0
         return with_shared <= (with_merged + of_merging / n_steps) * margin
 
 

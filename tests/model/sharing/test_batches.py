@@ -92,7 +92,7 @@ def test_rows_are_held_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return made
 
     monkeypatch.setattr(SharedBatchKVCache, "merge", classmethod(noted))
-    llm._caches.sharing(always=True)  # tries a batch out
+    _ = llm._caches.sharing  # tries a batch out
     merged.clear()
     shared = random_ids(300)
     prompts = [shared + random_ids(4, seed=n) for n in range(6)]

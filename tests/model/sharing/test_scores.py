@@ -127,7 +127,7 @@ def test_scores_share_prefixes_of_64_tokens(
     made: list[Any] = []
     init = SharedKVCache.__init__
     monkeypatch.setattr(SharedKVCache, "__init__", lambda self, *given: made.append(given) or init(self, *given))
-    llm._caches.sharing(always=choice == "always")  # tries a batch out
+    _ = llm._caches.sharing  # tries a batch out
     made.clear()
     llm.score_many([random_ids(n_shared) + random_ids(20, seed=n) for n in range(6)], CHOICES, shared_attention=choice)
     assert sum(bool(chain) for chain, _ in made) == expected * 2  # layers

@@ -21,7 +21,7 @@ from prefixbank.kvcache.sharing import Sharing
 from prefixbank.promptcaches import PromptCaches
 from prefixbank.prompts import named
 from prefixbank.triewalk import Job, TrieWalk, declared_prefixes
-from prefixbank.weighing import BATCH_BYTES, ChoiceWeights, padded_rows, weigh
+from prefixbank.weighing import BATCH_BYTES, ChoiceWeights, in_tiles, padded_rows, weigh
 
 __all__ = ["weigh_together"]
 
@@ -157,18 +157,11 @@ class _Batches:
             weights.add(run, 0, log_prob, is_greedy)
 
     def _tiles(self, batch: list[Any], followers: Sequence[Follower]) -> Iterator[list[Follower]]:
-        """Yield runs to compute together, of similar lengths."""
+        """Return runs to compute together, of similar lengths."""
         n_rows = max((at for at, _, _ in followers), default=0) + 1
         n_cache_bytes = sum(layer_cache.nbytes for layer_cache in batch) // n_rows
-        tile: list[Follower] = []
-        for follower in sorted(followers, key=lambda given: len(given[2].token_ids)):
-            n_bytes = n_cache_bytes + self._logits_bytes(len(follower[2].token_ids))
-            if tile and (len(tile) + 1) * n_bytes > BATCH_BYTES:
-                yield tile
-                tile = []
-            tile.append(follower)
-        if tile:
-            yield tile
+        by_length = sorted(followers, key=lambda given: len(given[2].token_ids))
+        return in_tiles(by_length, lambda f: n_cache_bytes + self._logits_bytes(len(f[2].token_ids)), BATCH_BYTES)
 
     def _follow(self, batch: list[Any], tile: Sequence[Follower]) -> mx.array:
         """Run a batch's runs, add up all tokens but the first ones; return the logits behind their last tokens.

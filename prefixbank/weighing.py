@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
@@ -23,7 +23,9 @@ from prefixbank.kvcache.probe import quantize
 from prefixbank.kvcache.widening import can_widen, widen
 from prefixbank.promptcaches import PromptCaches, Resolved
 
-__all__ = ["BATCH_BYTES", "ChoiceWeights", "padded_rows", "weigh"]
+__all__ = ["BATCH_BYTES", "ChoiceWeights", "in_tiles", "padded_rows", "weigh"]
+
+T = TypeVar("T")
 
 LAST_STEP = 64
 """How many of the prompt's last tokens are computed together with the logits that the choices need."""
@@ -124,21 +126,17 @@ class ChoiceWeights:
                 self._descend(own, last, children)
 
     def _batches(self, prompt_cache: list[Any], chains: Sequence[Branch]) -> Iterator[list[Branch]]:
-        """Yield branches to run at once, of similar lengths; singly where the cache can't hold a batch."""
+        """Return branches to run at once, of similar lengths; singly where the cache can't hold a batch."""
         chains = sorted(chains, key=lambda branch: len(branch.token_ids))
         if len(chains) > 1 and can_widen(prompt_cache):
             n_bytes = sum(array.nbytes for array in held_arrays(prompt_cache))
         else:
             n_bytes = BATCH_BYTES
-        together: list[Branch] = []
-        for branch in chains:
-            n_logits_bytes = min(len(branch.token_ids), self._step) * self._n_vocabulary * 8
-            if together and (len(together) + 1) * (n_bytes + n_logits_bytes) > BATCH_BYTES:
-                yield together
-                together = []
-            together.append(branch)
-        if together:
-            yield together
+
+        def bytes_of(branch: Branch) -> int:
+            return n_bytes + min(len(branch.token_ids), self._step) * self._n_vocabulary * 8
+
+        return in_tiles(chains, bytes_of, BATCH_BYTES)
 
     def _follow(self, prompt_cache: list[Any], together: Sequence[Branch]) -> mx.array:
         """Run branches through the model as one batch, add up all tokens but their first ones, return the last logits.
@@ -167,6 +165,18 @@ class ChoiceWeights:
             if at < n_tokens:
                 self.log_probs[index] += log_prob
                 self.is_greedy[index] &= is_greedy
+
+
+def in_tiles(runs: Iterable[T], bytes_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """Yield runs of growing length, as many together as fit when padded to the longest; one alone may be larger."""
+    tile: list[T] = []
+    for run in runs:
+        if tile and (len(tile) + 1) * bytes_of(run) > most_bytes:
+            yield tile
+            tile = []
+        tile.append(run)
+    if tile:
+        yield tile
 
 
 def weigh(logits: mx.array, targets: mx.array) -> tuple[Any, Any]:

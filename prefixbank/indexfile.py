@@ -25,7 +25,7 @@ from prefixbank.errors import (
     SchemaError,
     StorageError,
 )
-from prefixbank.index import Index, chunk_rows, namespace_rows
+from prefixbank.index import Index, chunk_rows, namespace_rows, rates_rows
 from prefixbank.namesfile import KeptNames
 from prefixbank.schema import HEAD_REVISION, KNOWN_REVISIONS, has_declared_tables, is_system_error
 from prefixbank.shards import make_private_folder, sync_folder
@@ -106,6 +106,7 @@ def _contradiction(index: Index) -> str:
         chunk_rows.disk_bytes(tx)
         namespaces = namespace_rows.list_all(tx)
         namesfile.of_index(tx)
+        rates_rows.list_all(tx)
         for finding in broken_chains(chunk_rows.list_all(tx), namespaces):
             return f"chunk or namespace {finding.subject}: {finding.message}"
     return ""

@@ -57,6 +57,16 @@ FIRST_SAFE_WAL = (3, 51, 3)
 _one_migration_at_a_time = threading.Lock()
 """Alembic keeps the connection that it works on in module globals: two threads would swap theirs."""
 
+
+class _Bytes(sa.LargeBinary):
+    """Give bytes as sqlite3 does. SQLAlchemy would make bytes of a damaged number: as many zeros as it says."""
+
+    cache_ok = True
+
+    def result_processor(self, dialect: object, coltype: object) -> None:
+        return None
+
+
 metadata = sa.MetaData(
     naming_convention={
         "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -80,7 +90,7 @@ namespaces = sa.Table(
     "namespaces",
     metadata,
     sa.Column("id", sa.Integer, primary_key=True),
-    sa.Column("root_key", sa.LargeBinary(16), nullable=False),
+    sa.Column("root_key", _Bytes(16), nullable=False),
     sa.Column("fingerprint", sa.String(64), nullable=False),
     sa.Column("salt_digest", sa.String(64), nullable=False),
     sa.Column("label", sa.Text, nullable=False),
@@ -93,20 +103,20 @@ namespaces = sa.Table(
 chunks = sa.Table(
     "chunks",
     metadata,
-    sa.Column("key", sa.LargeBinary(16), primary_key=True),
+    sa.Column("key", _Bytes(16), primary_key=True),
     # RESTRICT: a chunk's parent can't go, nor change its token ids, while the chunk is there; so a chain of rows whose
     # token ids agree with a prompt is the very chain under which each shard was computed.
-    sa.Column("parent_key", sa.LargeBinary(16), sa.ForeignKey("chunks.key", ondelete="RESTRICT")),
+    sa.Column("parent_key", _Bytes(16), sa.ForeignKey("chunks.key", ondelete="RESTRICT")),
     sa.Column("namespace_id", sa.Integer, sa.ForeignKey("namespaces.id"), nullable=False),
     sa.Column("start", sa.Integer, nullable=False),
     sa.Column("n_tokens", sa.Integer, nullable=False),
     sa.Column("first_token", sa.BigInteger, nullable=False),
-    sa.Column("token_ids", sa.LargeBinary, nullable=False),
+    sa.Column("token_ids", _Bytes, nullable=False),
     sa.Column("file_name", sa.String(64)),
     sa.Column("data_offset", sa.Integer, nullable=False),
     sa.Column("n_bytes", sa.BigInteger, nullable=False),
     sa.Column("disk_bytes", sa.BigInteger, nullable=False),
-    sa.Column("digest", sa.LargeBinary(16), nullable=False),
+    sa.Column("digest", _Bytes(16), nullable=False),
     sa.Column("has_state", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.Column("last_used", sa.BigInteger, nullable=False),
     sa.Column("last_used_at", sa.BigInteger, nullable=False),
@@ -127,7 +137,7 @@ prefixes = sa.Table(
         sa.ForeignKey("namespaces.id", ondelete="CASCADE"),
         primary_key=True,
     ),
-    sa.Column("chunk_key", sa.LargeBinary(16), sa.ForeignKey("chunks.key", ondelete="SET NULL")),
+    sa.Column("chunk_key", _Bytes(16), sa.ForeignKey("chunks.key", ondelete="SET NULL")),
     sa.Column("n_tokens", sa.Integer, nullable=False),
     sa.Column("pinned", sa.Boolean, nullable=False),
     sa.Column("source_digest", sa.String(64), nullable=False),
@@ -172,6 +182,8 @@ def translating(index_path: Path) -> Iterator[None]:
         yield
     except (exc.SQLAlchemyError, sqlite3.Error) as error:
         raise _translated(error, index_path) from error
+    except UnicodeDecodeError as error:  # by sqlite3, where SQLite's own message quotes damaged bytes
+        raise IndexCorruptError(f"{index_path} is damaged (a text is no UTF-8): run `prefixbank repair`") from error
 
 
 def _translated(error: Exception, index_path: Path) -> PrefixBankError:

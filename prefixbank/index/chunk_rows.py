@@ -17,6 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from prefixbank.chunking import TOKEN_BYTES, first_token
+from prefixbank.index.soundness import require_types, signatures
 from prefixbank.schema import bank_state, chunks, prefixes
 from prefixbank.values import ChunkKey, ChunkRecord
 
@@ -47,6 +48,7 @@ __all__ = [
 
 _COLUMNS = [chunks.c[field.name] for field in fields(ChunkRecord)]  # all but first_token, which only queries need
 _SELECT = str(sa.select(*_COLUMNS))
+_SIGNATURES = signatures(ChunkRecord)
 _BOOLEAN = _COLUMNS.index(chunks.c.has_state)
 KEYS_PER_QUERY = 10_000  # SQLite binds 32,766 parameters at most
 
@@ -62,6 +64,7 @@ class Totals:
 
 
 def _from_row(row: Sequence[object]) -> ChunkRecord:
+    require_types("chunks", row, _SIGNATURES)
     return ChunkRecord(*row)  # type: ignore[arg-type]  # the columns are selected in the fields' order
 
 
@@ -132,6 +135,8 @@ def beginnings(
     """Return key, start, bytes and token ids of what `children` returns."""
     rows = _sqlite(tx).execute(f"{_SELECT_BEGINNING} {_CHILDREN}", (parent_key, namespace_id, beginning, limit))
     found: list[tuple[ChunkKey, int, int, bytes]] = rows.fetchall()
+    for row in found:
+        require_types("chunks", row, _BEGINNING)
     return found
 
 
@@ -143,6 +148,7 @@ def children(
     return [_from_sqlite(row) for row in rows.fetchall()]
 
 
+_BEGINNING = frozenset({(bytes, int, int, bytes)})
 _SELECT_BEGINNING = str(sa.select(chunks.c.key, chunks.c.start, chunks.c.n_bytes, chunks.c.token_ids))
 _CHILDREN = (
     "WHERE parent_key IS ? AND namespace_id = ? AND first_token = ? AND file_name IS NOT NULL "
@@ -367,7 +373,12 @@ _BEGINS_WITH_KEY = re.compile(r"[0-9a-f]{32}")
 
 def disk_bytes(tx: sa.Connection) -> int:
     """Return the sum of all chunks' bytes on disk, as kept by every add and delete."""
-    return int(tx.execute(sa.select(bank_state.c.disk_bytes)).scalar_one())
+    row = tx.execute(sa.select(bank_state.c.disk_bytes)).one()
+    require_types("bank_state", row, _ONE_NUMBER)
+    return int(row[0])
+
+
+_ONE_NUMBER = frozenset({(int,)})
 
 
 def correct(tx: sa.Connection, record: ChunkRecord) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import sqlalchemy as sa
 
+from prefixbank.index.soundness import is_digest, require, require_types, signatures
 from prefixbank.schema import chunks, namespaces
-from prefixbank.values import ChunkKey, Namespace
+from prefixbank.values import Namespace
 
 __all__ = ["NamespaceUsage", "agree", "ensure", "find", "list_all", "list_usage"]
 
@@ -23,15 +26,24 @@ class NamespaceUsage:
     last_used_at: int
 
 
-def _from_row(row: sa.Row[tuple[object, ...]]) -> Namespace:
-    values = dict(row._mapping)
-    return Namespace(**{**values, "root_key": ChunkKey(values["root_key"])})
+_COLUMNS = [namespaces.c[field.name] for field in fields(Namespace)]
+_SIGNATURES = signatures(Namespace)
+
+
+def _from_row(row: Sequence[Any]) -> Namespace:
+    require_types("namespaces", row, _SIGNATURES)
+    namespace = Namespace(*row)
+    require(
+        "namespaces",
+        is_digest(namespace.fingerprint) and (not namespace.salt_digest or is_digest(namespace.salt_digest)),
+    )
+    return namespace
 
 
 def find(tx: sa.Connection, fingerprint: str, salt_digest: str) -> Namespace | None:
     """Return the namespace of a fingerprint and salt, or None."""
     row = tx.execute(
-        sa.select(namespaces).where(namespaces.c.fingerprint == fingerprint, namespaces.c.salt_digest == salt_digest)
+        sa.select(*_COLUMNS).where(namespaces.c.fingerprint == fingerprint, namespaces.c.salt_digest == salt_digest)
     ).one_or_none()
     return None if row is None else _from_row(row)
 
@@ -66,14 +78,14 @@ def _has_chunks(tx: sa.Connection, namespace_id: int) -> bool:
 
 def list_all(tx: sa.Connection) -> list[Namespace]:
     """Return every namespace, the oldest first; looks at no chunk."""
-    return [_from_row(row) for row in tx.execute(sa.select(namespaces).order_by(namespaces.c.id))]
+    return [_from_row(row) for row in tx.execute(sa.select(*_COLUMNS).order_by(namespaces.c.id))]
 
 
 def list_usage(tx: sa.Connection) -> list[NamespaceUsage]:
     """Return every namespace with what it holds, the oldest first."""
     rows = tx.execute(
         sa.select(
-            namespaces,
+            *_COLUMNS,
             sa.func.count(chunks.c.key).label("n_chunks"),
             sa.func.coalesce(sa.func.sum(chunks.c.n_tokens), 0).label("n_tokens"),
             sa.func.coalesce(sa.func.sum(chunks.c.disk_bytes), 0).label("disk_bytes"),
@@ -83,10 +95,5 @@ def list_usage(tx: sa.Connection) -> list[NamespaceUsage]:
         .group_by(namespaces.c.id)
         .order_by(namespaces.c.id)
     )
-    usages = []
-    for row in rows:
-        values = dict(row._mapping)
-        counts = {name: values.pop(name) for name in ("n_chunks", "n_tokens", "disk_bytes", "last_used_at")}
-        namespace = Namespace(**{**values, "root_key": ChunkKey(values["root_key"])})
-        usages.append(NamespaceUsage(namespace, **counts))
-    return usages
+    n = len(_COLUMNS)
+    return [NamespaceUsage(_from_row(row[:n]), *row[n:]) for row in rows]

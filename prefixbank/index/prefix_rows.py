@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
 
 import sqlalchemy as sa
 
 from prefixbank.index.chunk_rows import KEYS_PER_QUERY
+from prefixbank.index.soundness import require_types, signatures
 from prefixbank.schema import chunks, prefixes
 from prefixbank.values import ChunkKey, PrefixRecord
 
 __all__ = ["delete", "list_all", "move", "name", "pinned_chain_keys", "rename", "set_pinned"]
 
 
-def _from_row(row: sa.Row[tuple[object, ...]]) -> PrefixRecord:
-    values = dict(row._mapping)
-    key = values["chunk_key"]
-    return PrefixRecord(**{**values, "chunk_key": None if key is None else ChunkKey(key)})
+_COLUMNS = [prefixes.c[field.name] for field in fields(PrefixRecord)]
+_SIGNATURES = signatures(PrefixRecord)
+
+
+def _from_row(row: Sequence[Any]) -> PrefixRecord:
+    require_types("prefixes", row, _SIGNATURES)
+    return PrefixRecord(*row)
 
 
 def _where(prefix_name: str, namespace_id: int | None) -> list[sa.ColumnElement[bool]]:
@@ -28,7 +34,7 @@ def _where(prefix_name: str, namespace_id: int | None) -> list[sa.ColumnElement[
 
 def list_all(tx: sa.Connection, prefix_name: str | None = None) -> list[PrefixRecord]:
     """Return the named prefixes (those of one name, one for each namespace, if it is given), sorted by name."""
-    query = sa.select(prefixes).order_by(prefixes.c.name, prefixes.c.namespace_id)
+    query = sa.select(*_COLUMNS).order_by(prefixes.c.name, prefixes.c.namespace_id)
     if prefix_name is not None:
         query = query.where(*_where(prefix_name, None))
     return [_from_row(row) for row in tx.execute(query)]

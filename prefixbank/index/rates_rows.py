@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, fields
+from typing import Any
 
 import sqlalchemy as sa
 
+from prefixbank.index.soundness import require_types, signatures
 from prefixbank.schema import namespaces, rates
 from prefixbank.values import Rates
 
 __all__ = ["find", "list_all", "remember"]
 
 _COLUMNS = [rates.c[field.name] for field in fields(Rates)]
+_SIGNATURES = signatures(Rates)
+
+
+def _from_row(row: Sequence[Any]) -> Rates:
+    require_types("rates", row, _SIGNATURES)
+    return Rates(*row)
 
 
 def find(tx: sa.Connection, namespace_id: int, device: str) -> Rates | None:
     """Return what was measured for a namespace on a device, or None."""
     query = sa.select(*_COLUMNS).where(rates.c.namespace_id == namespace_id, rates.c.device == device)
     row = tx.execute(query).one_or_none()
-    return None if row is None else Rates(*row)
+    return None if row is None else _from_row(row)
 
 
 def remember(tx: sa.Connection, measured: Rates) -> None:
@@ -33,4 +42,4 @@ def remember(tx: sa.Connection, measured: Rates) -> None:
 def list_all(tx: sa.Connection) -> list[Rates]:
     """Return all that was measured, by namespace and device."""
     query = sa.select(*_COLUMNS).order_by(rates.c.namespace_id, rates.c.device)
-    return [Rates(*row) for row in tx.execute(query)]
+    return [_from_row(row) for row in tx.execute(query)]

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import sqlalchemy as sa
 
+from prefixbank.index.soundness import is_digest
 from prefixbank.schema import weights_digests
 from prefixbank.values import WeightsFile
 
@@ -13,10 +14,10 @@ __all__ = ["recall", "remember"]
 
 
 def recall(tx: sa.Connection, file: WeightsFile) -> str | None:
-    """Return the digest of the file in exactly this state, or None."""
+    """Return the digest of the file in exactly this state, or None; a damaged one is none."""
     conditions = [weights_digests.c[name] == value for name, value in asdict(file).items()]
-    digest: str | None = tx.execute(sa.select(weights_digests.c.digest).where(*conditions)).scalar_one_or_none()
-    return digest
+    digest = tx.execute(sa.select(weights_digests.c.digest).where(*conditions)).scalar_one_or_none()
+    return digest if isinstance(digest, str) and is_digest(digest) else None
 
 
 def remember(tx: sa.Connection, digests: dict[WeightsFile, str]) -> None:

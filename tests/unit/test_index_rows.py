@@ -508,14 +508,14 @@ def test_namespaces_are_told_apart_by_fingerprint_and_salt(bank: PrefixBank, ind
 def test_a_digest_is_recalled_for_exactly_the_state_it_was_made_of(index: Index) -> None:
     state = WeightsFile("/m/model.safetensors", 1, 2**63 - 1, 100, 5, 6)
     with index.writing() as tx:
-        weights_rows.remember(tx, {state: "old"})
-        weights_rows.remember(tx, {state: "abc"})
-        assert weights_rows.recall(tx, state) == "abc"
+        weights_rows.remember(tx, {state: "0f" * 32})
+        weights_rows.remember(tx, {state: "ab" * 32})
+        assert weights_rows.recall(tx, state) == "ab" * 32
         for name in ("path", "device", "inode", "n_bytes", "mtime_ns", "ctime_ns"):
             value = "/other" if name == "path" else 77
             assert weights_rows.recall(tx, replace(state, **{name: value})) is None
         newer = replace(state, ctime_ns=7)
-        weights_rows.remember(tx, {newer: "def"})
+        weights_rows.remember(tx, {newer: "de" * 32})
         assert weights_rows.recall(tx, state) is None  # one state of a path is kept
         assert tx.execute(sa.text("SELECT count(*) FROM weights_digests")).scalar_one() == 1
 

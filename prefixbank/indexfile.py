@@ -61,14 +61,14 @@ def judge(path: Path, *, read_only: bool, busy_timeout_s: float) -> tuple[IndexS
     refuses.
     """
     try:
-        mode = path.stat().st_mode
+        status = path.stat()
     except FileNotFoundError:
         return ("broken", "it is a link to nothing") if path.is_symlink() else ("lost", "it is gone")
     except OSError as exc:
         raise StorageError(f"{path} can't be read: {exc.strerror or exc}") from exc
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(status.st_mode):
         return "broken", "it is no file"
-    if path.stat().st_size == 0:
+    if status.st_size == 0:
         return "lost", "it is empty"
     index = open_index(path, read_only=read_only, durability="full", busy_timeout_s=busy_timeout_s)
     with closing(index):

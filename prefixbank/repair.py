@@ -10,7 +10,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,11 +59,14 @@ def repair(
     chunk_tokens = read_bank_file(root).chunk_tokens
     shards = ShardStore(root, durability=durability, verify="always")
     planner = RepairPlanner(root, shards, chunk_tokens, read_data, unproven, busy_timeout_s, progress)
-    if dry_run:
-        return planner.plan(read_only=True)
-    with _alone(root):
-        todo = planner.plan(read_only=False)
-        _Repairer(root, shards, durability, busy_timeout_s).execute(todo)
+    try:
+        if dry_run:
+            return planner.plan(read_only=True)
+        with _alone(root):
+            todo = planner.plan(read_only=False)
+            _Repairer(root, shards, durability, busy_timeout_s).execute(todo)
+    except OSError as exc:
+        raise StorageError(f"{exc.filename or root} can't be used: {exc.strerror or exc}") from exc
     return todo
 
 
@@ -99,12 +102,8 @@ class _Repairer:
     def execute(self, todo: RepairPlan) -> None:
         """Do what the plan lists. Killed inside, the bank is in order as far as it got."""
         for path, mode in todo.modes:
-            try:
+            with suppress(FileNotFoundError):  # deleted meanwhile
                 path.chmod(mode)
-            except FileNotFoundError:  # deleted meanwhile
-                continue
-            except OSError as exc:
-                raise StorageError(f"the mode of {path} can't be changed: {exc.strerror or exc}") from exc
         index_path = self.root / INDEX_FILE
         if todo.index != "sound":
             replace_index(index_path, todo.index, durability=self.durability, busy_timeout_s=self.busy_timeout_s)

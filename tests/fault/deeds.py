@@ -20,6 +20,7 @@ from prefixbank import storing
 from prefixbank.bank import PrefixBank
 from prefixbank.errors import BankWarning
 from prefixbank.index import Index
+from prefixbank.repair import repair
 from prefixbank.rootfile import INDEX_FILE
 from prefixbank.values import PrefixRecord
 from tests.fakekv import HYBRID, FakeModel
@@ -42,7 +43,8 @@ class Deed:
     """Say how to prepare a bank, and what to do: `act` calls `arm` in front of the first step that counts.
 
     `at_once`: nobody may ever see more than nothing of it and less than all. `is_new`: there is no bank before.
-    `evicts`: a budget may take away anything that is not pinned. `first` is done before anybody looks, where the bank
+    `evicts`: a budget may take away anything that is not pinned. `frees`: on a disk that is and stays full, files may
+    go whose rows then can't. `first` is done before anybody looks, where the bank
     is not in order to begin with: it is of an older schema, or lost a shard.
     """
 
@@ -51,6 +53,7 @@ class Deed:
     at_once: bool = True
     is_new: bool = False
     evicts: bool = False
+    frees: bool = False
     first: Callable[[Path], None] | None = None
 
 
@@ -116,6 +119,39 @@ def corrupt(bank: PrefixBank) -> None:
 def missing(bank: PrefixBank) -> None:
     prepare(bank)
     FakeModel(bank).path_of(FakeModel(bank).match(BASE).chunks[1]).unlink()
+
+
+def without_index(bank: PrefixBank) -> None:
+    """Lose the index. The shards are old: a repair that is not the first leaves those of the last minute alone."""
+    prepare(bank)
+    age(bank.root)
+    bank.close()
+    (bank.root / INDEX_FILE).unlink()
+
+
+def with_a_broken_index(bank: PrefixBank) -> None:
+    prepare(bank)
+    age(bank.root)
+    bank.close()
+    with closing(sqlite3.connect(bank.root / INDEX_FILE)) as index, index:
+        index.execute("UPDATE chunks SET token_ids = zeroblob(16) WHERE start = 4")
+
+
+def with_all_kinds_of_damage(bank: PrefixBank) -> None:
+    """Put an older index back: it lacks a row, names a file that is gone; another is damaged, and a mode is open."""
+    with_leftovers(bank)
+    bank.close()
+    index, older = bank.root / INDEX_FILE, bank.root.with_name("older")
+    shutil.copy(index, older)
+    with PrefixBank.open(bank.root) as bank_after:
+        model = FakeModel(bank_after)
+        model.store(LONGER)  # the tail of BASE goes, three chunks and a new tail come
+        path = model.path_of(model.match(OTHER).chunks[0])
+    shutil.copy(older, index)
+    older.unlink()
+    path.write_bytes(bytes(path.stat().st_size))
+    index.chmod(0o644)
+    age(bank.root)
 
 
 def of_first_schema(bank: PrefixBank) -> None:
@@ -212,6 +248,15 @@ def finish_migration(root: Path) -> None:
     index.close()
 
 
+def do_repair(root: Path, arm: Arm) -> None:
+    arm()
+    repair(root, read_data=True)
+
+
+def finish_repair(root: Path) -> None:
+    repair(root, read_data=True, durability="fast")
+
+
 def read_base(root: Path) -> None:
     with PrefixBank.open(root) as bank:
         FakeModel(bank).resolve(BASE)
@@ -229,15 +274,15 @@ def new_version(bank: PrefixBank, model: FakeModel) -> None:
 DEEDS: dict[str, Deed] = {
     "create": Deed(prepare, create, is_new=True),
     "open": Deed(prepare, open_again),
-    "open with a smaller budget": Deed(prepare, open_with_less),
+    "open with a smaller budget": Deed(prepare, open_with_less, frees=True),
     "store": Deed(prepare, on_bank(lambda _, model: model.store(LONGER))),
     "store in groups": Deed(prepare, store_in_groups, at_once=False),
     "store with states": Deed(prepare, on_bank(lambda bank, _: hybrid(bank).store(STATED, ends=[4, 6, 8, 10]))),
-    "store in a full bank": Deed(prepare, store_in_a_full_bank, at_once=False, evicts=True),
+    "store in a full bank": Deed(prepare, store_in_a_full_bank, at_once=False, evicts=True, frees=True),
     "store and spill": Deed(prepare, on_bank(store_and_spill)),
     "first store of a model": Deed(prepare, on_bank(lambda bank, _: FakeModel(bank, "new").store(BASE))),
-    "prune": Deed(with_leftovers, on_bank(lambda bank, _: bank.prune(max_bytes=0))),
-    "rm": Deed(prepare, on_bank(lambda bank, _: bank.remove("base")), at_once=False),
+    "prune": Deed(with_leftovers, on_bank(lambda bank, _: bank.prune(max_bytes=0)), frees=True),
+    "rm": Deed(prepare, on_bank(lambda bank, _: bank.remove("base")), at_once=False, frees=True),
     "import": Deed(prepare, import_longer, at_once=False),
     "export": Deed(prepare, export_base),
     "migrate": Deed(of_first_schema, migrate, first=finish_migration),
@@ -246,7 +291,10 @@ DEEDS: dict[str, Deed] = {
     "read past a missing shard": Deed(missing, on_bank(lambda _, model: model.resolve(BASE)), first=read_base),
     "note a use": Deed(prepare, on_bank(lambda _, model: model.use(BASE))),
     "pin": Deed(prepare, on_bank(lambda bank, _: bank.pin("base"))),
-    "new version": Deed(prepare, on_bank(new_version), at_once=False),
+    "new version": Deed(prepare, on_bank(new_version), at_once=False, frees=True),
+    "repair a lost index": Deed(without_index, do_repair, first=finish_repair),
+    "repair a broken index": Deed(with_a_broken_index, do_repair, first=finish_repair),
+    "repair an older index": Deed(with_all_kinds_of_damage, do_repair, first=finish_repair),
     "check": Deed(with_leftovers, on_bank(lambda bank, _: bank.check(read_data=True))),
 }
 """What is done, by name."""

@@ -7,7 +7,7 @@ from collections import Counter
 COUNTS: Counter[str] = Counter()
 
 PROMISED_NONE = ("wrong tokens", "acknowledged chunks lost", "signals", "hangs over 30 s")
-DONE = ("kills", "kill points", "cuts", "failed operations", "interrupts", "operations")
+DONE = ("kills", "kill points", "cuts", "damaged inputs", "failed operations", "interrupts", "operations")
 
 
 def count(what: str, n: int = 1) -> None:

@@ -15,6 +15,7 @@ from prefixbank.index import Index, rates_rows, weights_rows
 from prefixbank.rootfile import INDEX_FILE
 from prefixbank.schema import metadata
 from prefixbank.values import Rates, WeightsFile
+from tests.fault import tally
 from tests.fault.test_index_lost import fill, use_and_repair
 
 VALUES = ["7", "-1", str(2**62), "1.5", "'x'", f"x'{'ff' * 16}'", "x''", "CAST(x'd4ff' AS TEXT)", "NULL"]
@@ -69,6 +70,7 @@ def test_what_no_row_can_hold_is_noticed_and_a_repair_puts_it_right(
         root = tmp_path / str(number)
         shutil.copytree(template, root)
         n_damaged += damage(root, table, column, value)
+        tally.count("damaged inputs")
         use_memos(root)
         use_and_repair(root)
         with closing(open_index(root)) as index, index.reading() as tx:

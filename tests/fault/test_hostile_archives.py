@@ -30,6 +30,7 @@ from prefixbank.errors import (
     StorageError,
 )
 from tests.cli.banks import CHUNK_TOKENS, FINGERPRINTS, FilledBank, digest_of
+from tests.fault import tally
 from tests.fault.tampering import Parts, infos, pack, pack_with_tar, with_value
 
 CHECKOUT = Path(__file__).parents[2]
@@ -499,6 +500,7 @@ def test_a_hostile_archive_is_refused_and_changes_nothing(
     path = tmp_path / "hostile.tar"
     path.write_bytes(ATTACKS[name](Parts.of(archive)))
     outside = {p.name for p in tmp_path.iterdir()}
+    tally.count("damaged inputs")
     code, error = refusal(bank.root, path)
     assert error is ERRORS[name]
     assert code == error.exit_code

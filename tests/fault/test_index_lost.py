@@ -26,6 +26,7 @@ from prefixbank.errors import (
 from prefixbank.index import Index
 from prefixbank.repair import RepairPlan, _alone, repair
 from tests.fakekv import HYBRID, FakeModel
+from tests.fault import tally
 from tests.fault.together import PATIENCE_S, Pace, run_together
 
 SHOTS = list(range(10))
@@ -394,6 +395,7 @@ def flip_and_use(template: Path, folder: Path, n_flips: int, seed: int) -> None:
         at = chance.randrange(pages) * 4096 + chance.choice((chance.randrange(4096), 4095 - chance.randrange(600)))
         content[at] ^= 1 << chance.randrange(8)
         (root / "index.sqlite3").write_bytes(content)
+        tally.count("damaged inputs")
         try:
             use_and_repair(root)
         except Exception as error:

@@ -45,8 +45,10 @@ static int ours(const char *path) {
            (path[root_length] == '/' || !path[root_length]);
 }
 static const char *known(int fd) { return mode != OFF && fd >= 0 && fd < MAX_FILES ? path_of[fd] : NULL; }
-/* SQLite syncs the folder of its files too. */
-static int is_index(const char *path) { return strstr(path, "index.sqlite3") != NULL || !strcmp(path, root); }
+/* SQLite syncs the folder of its files too: the root, and tmp, where a repair makes a new index. We never sync tmp. */
+static int is_index(const char *path) {
+    return strstr(path, "index.sqlite3") || !strcmp(path, root) || !strcmp(path + root_length, "/tmp");
+}
 
 static ino_t inode(int fd) {
     struct stat64 status;

@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prefixbank.errors import ArchiveError, ConfigError, StorageError
+from prefixbank.files import sync, sync_folder
 from prefixbank.runs import read_runs, write_runs
-from prefixbank.shards import sync, sync_folder
 
 __all__ = ["ArchiveReader", "archive_bytes", "require_new_file", "write_archive"]
 

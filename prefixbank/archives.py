@@ -25,11 +25,11 @@ from prefixbank.errors import (
     ShardCorruptError,
     StorageError,
 )
+from prefixbank.files import disk_bytes
 from prefixbank.index import chunk_rows, namespace_rows, prefix_rows
 from prefixbank.layout import CacheLayout
 from prefixbank.manifests import Manifest, chain_of, read_manifest, states_inside
 from prefixbank.sealing import describe, seal_of, unsealed
-from prefixbank.shards import disk_bytes
 from prefixbank.values import ChunkKey, ChunkRecord, Namespace, PrefixRecord
 
 if TYPE_CHECKING:

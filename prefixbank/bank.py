@@ -14,11 +14,11 @@ from prefixbank import check as checking
 from prefixbank import eviction
 from prefixbank.config import BankOptions, Durability, LoadRule, Verify, default_root, parse_duration_s, parse_size
 from prefixbank.errors import BankReadOnlyError, ConfigError, PrefixBankError, UnknownPrefixError
+from prefixbank.files import disk_bytes
 from prefixbank.index import chunk_rows, namespace_rows, prefix_rows, rates_rows
 from prefixbank.index.namespace_rows import NamespaceUsage
 from prefixbank.rootfile import refusals
 from prefixbank.session import BankSession
-from prefixbank.shards import disk_bytes
 from prefixbank.values import ChunkRecord, Namespace, PrefixRecord, Rates
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from prefixbank.errors import StorageError
+from prefixbank.files import FileOnDisk, disk_bytes
 from prefixbank.index import Index, chunk_rows, prefix_rows
-from prefixbank.shards import FileOnDisk, ShardStore, disk_bytes
+from prefixbank.shards import ShardStore
 from prefixbank.values import ChunkKey, ChunkRecord, PrefixRecord
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from typing import Literal
 from prefixbank.chunking import first_token
 from prefixbank.errors import SchemaError, ShardCorruptError, ShardMissingError, StorageError
 from prefixbank.eviction import GRACE_S
+from prefixbank.files import FileOnDisk
 from prefixbank.proving import ProvenShard, prove
-from prefixbank.shards import FILE_NAME, FileOnDisk, ShardStore
+from prefixbank.shards import FILE_NAME, ShardStore
 from prefixbank.values import ChunkKey, ChunkRecord, Namespace
 
 __all__ = ["SETTLING_S", "Fate", "Foundling", "Sorted", "sort_foundlings"]

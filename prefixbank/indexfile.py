@@ -25,10 +25,10 @@ from prefixbank.errors import (
     SchemaError,
     StorageError,
 )
+from prefixbank.files import make_private_folder, sync_folder
 from prefixbank.index import Index, chunk_rows, namespace_rows, rates_rows
 from prefixbank.namesfile import KeptNames
 from prefixbank.schema import HEAD_REVISION, KNOWN_REVISIONS, has_declared_tables, is_system_error
-from prefixbank.shards import make_private_folder, sync_folder
 
 __all__ = ["IndexState", "Salvage", "judge", "replace_index", "salvage"]
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from prefixbank.chunking import TOKEN_BYTES, chunk_key
 from prefixbank.errors import IndexCorruptError, StorageError
+from prefixbank.files import make_private_folder, sync, sync_folder
 from prefixbank.index import chunk_rows, namespace_rows, prefix_rows
-from prefixbank.shards import make_private_folder, sync, sync_folder
 from prefixbank.values import ChunkKey, ChunkRecord, Namespace
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from typing import Literal
 
 from prefixbank.chunking import FileDigest
 from prefixbank.errors import ShardCorruptError, StorageError
+from prefixbank.files import open_regular
 from prefixbank.sealing import MAX_HEADER_BYTES, ShardDescription, describe, seal_of, unsealed
-from prefixbank.shards import ShardStore, WrittenShard, open_regular
+from prefixbank.shards import ShardStore, WrittenShard
 
 __all__ = ["ProvenShard", "prove"]
 

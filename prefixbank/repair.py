@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 from prefixbank import namesfile
 from prefixbank.config import Durability
 from prefixbank.errors import BankBusyError, StorageError
+from prefixbank.files import FileOnDisk
 from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows
 from prefixbank.indexfile import open_index, replace_index
 from prefixbank.repairplan import RepairPlan, RepairStep
 from prefixbank.repairplanner import Progress, RepairPlanner
 from prefixbank.rootfile import INDEX_FILE, read_bank_file
-from prefixbank.shards import FileOnDisk, ShardStore
+from prefixbank.shards import ShardStore
 from prefixbank.storing import supersede
 from prefixbank.values import ChunkRecord, PrefixRecord
 

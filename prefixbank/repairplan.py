@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from prefixbank.files import FileOnDisk
 from prefixbank.foundlings import Foundling
 from prefixbank.indexfile import IndexState
 from prefixbank.namesfile import KeptName
-from prefixbank.shards import FileOnDisk
 from prefixbank.values import ChunkKey, ChunkRecord, Namespace
 
 __all__ = ["RepairPlan", "RepairStep"]

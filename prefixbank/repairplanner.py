@@ -17,6 +17,7 @@ from prefixbank import namesfile
 from prefixbank.check import private_files, private_folders
 from prefixbank.errors import IndexCorruptError, PrefixBankError, ShardError, ShardMissingError, StorageError
 from prefixbank.eviction import GRACE_S
+from prefixbank.files import FileOnDisk
 from prefixbank.foundlings import SETTLING_S, sort_foundlings
 from prefixbank.index import chunk_rows, namespace_rows
 from prefixbank.indexfile import Salvage, judge, open_index, salvage
@@ -24,7 +25,7 @@ from prefixbank.lostnames import plan_names
 from prefixbank.proving import prove
 from prefixbank.repairplan import RepairPlan, RepairStep
 from prefixbank.rootfile import INDEX_FILE
-from prefixbank.shards import FileOnDisk, ShardStore
+from prefixbank.shards import ShardStore
 from prefixbank.values import ChunkKey, ChunkRecord, Namespace
 
 __all__ = ["Progress", "RepairPlanner"]

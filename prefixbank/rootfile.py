@@ -16,7 +16,7 @@ from typing import Any
 
 from prefixbank.config import BANK_FILE
 from prefixbank.errors import BankNotFoundError, ConfigError, SchemaError, StorageError
-from prefixbank.shards import make_private_folder, sync_folder
+from prefixbank.files import make_private_folder, sync_folder
 
 __all__ = [
     "INDEX_FILE",

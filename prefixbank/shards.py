@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import stat
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,14 +18,12 @@ from pathlib import Path
 from prefixbank.chunking import FileDigest
 from prefixbank.config import Durability, Verify
 from prefixbank.errors import IndexCorruptError, ShardCorruptError, ShardMissingError, StorageError
+from prefixbank.files import FileOnDisk, disk_bytes, make_private_folder, open_regular, sync, sync_folder
 from prefixbank.runs import Buffer, blocks, read_runs, write_runs
 from prefixbank.sealing import seal
 from prefixbank.values import ChunkKey, ChunkRecord
 
-__all__ = ["FileOnDisk", "ShardStore", "ShardWriter", "WrittenShard", "make_private_folder", "open_regular"]
-
-BLOCK_BYTES = 4096
-"""What files are rounded up to when the budget is counted, as file systems do."""
+__all__ = ["FILE_NAME", "ShardStore", "ShardWriter", "WrittenShard"]
 
 SUFFIX = ".safetensors"
 FILE_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.safetensors")
@@ -54,52 +50,6 @@ class WrittenShard:
     def disk_bytes(self) -> int:
         """Return what the file takes on disk."""
         return disk_bytes(self.n_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class FileOnDisk:
-    """Describe a file found in the bank: path relative to the bank root, length, age of its last change."""
-
-    path: str
-    n_bytes: int
-    mtime_s: float
-
-
-def disk_bytes(n_bytes: int) -> int:
-    """Return a file's length rounded up to whole blocks."""
-    return -(-n_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def make_private_folder(path: Path) -> None:
-    """Make a folder of mode 0700, whatever the umask, and the parents that it lacks. Raises `StorageError`."""
-    try:
-        if not path.parent.exists():
-            make_private_folder(path.parent)
-        path.mkdir(mode=0o700, exist_ok=True)
-        if stat.S_IMODE(path.stat().st_mode) != 0o700:
-            path.chmod(0o700)
-    except OSError as exc:
-        raise StorageError(f"the folder {path} can't be made: {exc.strerror or exc}") from exc
-
-
-def sync(descriptor: int) -> None:
-    """Force a file or folder to the disk itself; on macOS that takes F_FULLFSYNC (fcntl(2))."""
-    if sys.platform == "darwin":
-        import fcntl
-
-        with suppress(OSError):  # some file systems know only fsync
-            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-            return
-    os.fsync(descriptor)
-
-
-def sync_folder(path: Path) -> None:
-    """Force a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        sync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class ShardStore:
@@ -135,7 +85,7 @@ class ShardStore:
         """
         if record.file_name is None:
             raise ShardMissingError(f"the shard of chunk {record.key.hex()} was lost earlier")
-        _require_sound(record)
+        _require_sound(record, record.file_name)
         path = self.path_of(record.file_name)
         with open_regular(path) as descriptor:
             if os.fstat(descriptor).st_size != record.n_bytes:
@@ -409,46 +359,9 @@ class ShardWriter:
         self._published.clear()
 
 
-@contextmanager
-def open_regular(path: Path) -> Iterator[int]:
-    """Open a file that must be one: a FIFO put in its place must not block, a link must not lead elsewhere."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError as exc:
-        raise ShardMissingError(f"{path} is gone") from exc
-    except OSError as exc:
-        if _is_no_file(path):
-            raise ShardCorruptError(f"{path} is no file") from exc
-        raise StorageError(f"{path} can't be read: {exc.strerror or exc}") from exc
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ShardCorruptError(f"{path} is no file")
-        yield descriptor
-    except OSError as exc:  # of the caller's block too: the shard may be whole
-        raise StorageError(f"{path} can't be read: {exc.strerror or exc}") from exc
-    finally:
-        with suppress(OSError):  # what was read was read
-            os.close(descriptor)
-
-
-def _is_no_file(path: Path) -> bool:
-    """Tell whether something else than a file is known to lie there."""
-    try:
-        return not stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
-
-
-def _require_sound(record: ChunkRecord) -> None:
-    """Raise `IndexCorruptError` for what no row can say: SQLite keeps any value in any column, and has no checksums."""
-    name, offset, n_bytes = record.file_name, record.data_offset, record.n_bytes
-    if (
-        not isinstance(name, str)
-        or not FILE_NAME.fullmatch(name)
-        or not isinstance(n_bytes, int)
-        or not isinstance(offset, int)
-        or not 0 <= offset <= n_bytes
-    ):
+def _require_sound(record: ChunkRecord, file_name: str) -> None:
+    """Raise `IndexCorruptError` for a name or an offset that no shard has: SQLite has no checksums."""
+    if not FILE_NAME.fullmatch(file_name) or not 0 <= record.data_offset <= record.n_bytes:
         raise IndexCorruptError(f"the row of chunk {record.key.hex()} is damaged: run `prefixbank repair`")
 
 

@@ -22,12 +22,13 @@ from prefixbank.chunking import (
     full_chunks,
     unpack_token_ids,
 )
+from prefixbank.files import disk_bytes
 from prefixbank.index import Index, chunk_rows, prefix_rows
 from prefixbank.layout import SHARD_FORMAT_VERSION, CacheLayout
 from prefixbank.resolver import MAX_CANDIDATES
 from prefixbank.runs import Buffer
 from prefixbank.sealing import SEAL, UNSEALED
-from prefixbank.shards import ShardStore, WrittenShard, disk_bytes
+from prefixbank.shards import ShardStore, WrittenShard
 from prefixbank.values import ChunkKey, ChunkRecord, Namespace
 
 if TYPE_CHECKING:

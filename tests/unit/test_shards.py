@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixbank import shards, storing
+from prefixbank import files, shards, storing
 from prefixbank.bank import PrefixBank
 from prefixbank.chunking import FileDigest
 from prefixbank.errors import StorageError
+from prefixbank.files import disk_bytes, make_private_folder
 from prefixbank.index import chunk_rows
-from prefixbank.shards import ShardStore, ShardWriter, disk_bytes, make_private_folder
+from prefixbank.shards import ShardStore, ShardWriter
 from prefixbank.values import ChunkKey
 from tests.fakekv import FakeModel
 
@@ -151,7 +152,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         recorded.append("row")
         return real_add(*given)
 
-    monkeypatch.setattr(shards, "sync", lambda descriptor: recorded.append(f"sync {kind(path_of[descriptor])}"))
+    for module in (files, shards):
+        monkeypatch.setattr(module, "sync", lambda descriptor: recorded.append(f"sync {kind(path_of[descriptor])}"))
     monkeypatch.setattr(os, "open", open_)
     monkeypatch.setattr(os, "rename", rename)
     monkeypatch.setattr(os, "unlink", unlink)
@@ -203,19 +205,19 @@ def test_fast_durability_syncs_nothing(tmp_path: Path, calls: list[str]) -> None
 def test_syncing_reaches_the_disk_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     fcntl = pytest.importorskip("fcntl")
     synced: list[str] = []
-    monkeypatch.setattr(shards.os, "fsync", lambda _descriptor: synced.append("fsync"))
+    monkeypatch.setattr(files.os, "fsync", lambda _descriptor: synced.append("fsync"))
     monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
     monkeypatch.setattr(fcntl, "fcntl", lambda _descriptor, command: synced.append(f"fcntl {command}"))
-    monkeypatch.setattr(shards.sys, "platform", "linux")
-    shards.sync(0)
-    monkeypatch.setattr(shards.sys, "platform", "darwin")
-    shards.sync(0)
+    monkeypatch.setattr(files.sys, "platform", "linux")
+    files.sync(0)
+    monkeypatch.setattr(files.sys, "platform", "darwin")
+    files.sync(0)
 
     def refuse(*_: object) -> None:
         raise OSError(45, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    shards.sync(0)
+    files.sync(0)
     assert synced == ["fsync", "fcntl 51", "fsync"]
 
 

@@ -14,9 +14,10 @@ import xxhash
 from prefixbank import chunking, eviction, storing
 from prefixbank.bank import PrefixBank
 from prefixbank.chunking import pack_token_ids, unpack_token_ids
+from prefixbank.files import disk_bytes
 from prefixbank.index import chunk_rows
 from prefixbank.layout import CacheLayout
-from prefixbank.shards import ShardWriter, disk_bytes
+from prefixbank.shards import ShardWriter
 from prefixbank.storing import Stored
 from prefixbank.values import ChunkRecord, PrefixRecord
 from tests.fakekv import HYBRID, STATES_ONLY, FakeModel, disk_usage

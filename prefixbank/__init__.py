@@ -16,7 +16,8 @@ from prefixbank import errors
 if TYPE_CHECKING:
     from prefixbank.advice import Analysis, PartingPoint, PromptFinding
     from prefixbank.archives import ArchivedPrefix, Exported, Imported
-    from prefixbank.bank import BankStats, PrefixBank
+    from prefixbank.bank import PrefixBank
+    from prefixbank.bankstats import BankStats
     from prefixbank.check import CheckReport, Finding
     from prefixbank.errors import (
         ArchiveError,
@@ -58,7 +59,8 @@ __version__: str  # looked up when it is asked for
 _HOMES = {
     "advice": ("Analysis", "PartingPoint", "PromptFinding"),
     "archives": ("ArchivedPrefix", "Exported", "Imported"),
-    "bank": ("BankStats", "PrefixBank"),
+    "bank": ("PrefixBank",),
+    "bankstats": ("BankStats",),
     "check": ("CheckReport", "Finding"),
     "errors": tuple(errors.__all__),
     "eviction": ("PrunePlan",),

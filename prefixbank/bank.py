@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from prefixbank import check as checking
 from prefixbank import eviction
+from prefixbank.bankstats import BankStats, collect_stats
 from prefixbank.config import BankOptions, Durability, LoadRule, Verify, default_root, parse_duration_s, parse_size
 from prefixbank.errors import BankReadOnlyError, ConfigError, PrefixBankError, UnknownPrefixError
-from prefixbank.files import disk_bytes
-from prefixbank.index import chunk_rows, namespace_rows, prefix_rows, rates_rows
+from prefixbank.index import chunk_rows, namespace_rows, prefix_rows
 from prefixbank.index.namespace_rows import NamespaceUsage
+from prefixbank.opening import hold_budget, open_session
 from prefixbank.rootfile import refusals
 from prefixbank.session import BankSession
-from prefixbank.values import ChunkRecord, Namespace, PrefixRecord, Rates
+from prefixbank.values import ChunkRecord, Namespace, PrefixRecord
 
 if TYPE_CHECKING:
     from prefixbank.archives import Exported, Imported
@@ -28,35 +29,7 @@ if TYPE_CHECKING:
     from prefixbank.prefixfiles import PrefixFile
     from prefixbank.repair import RepairPlan
 
-__all__ = ["BankStats", "PrefixBank"]
-
-
-@dataclass(frozen=True, slots=True)
-class BankStats:
-    """Say what a bank holds and what this process did with it.
-
-    `disk_bytes` are the shards' bytes on disk in whole blocks, `max_bytes` their budget (None: no limit). `session`
-    counts since the bank was opened: `matches`, `hits`, `memory_hits`, `computed_by_choice` (where loading would have
-    taken longer), `cached_tokens`, `computed_tokens`, `loaded_tokens` (from disk), `stored_chunks`, `written_bytes`,
-    `refused_stores` (no budget), `skipped_stores` (the queue was full), `failed_stores`, `failures`; `unsupported`
-    counts attempts by the cause that kept a model out of the bank. `rates` are the measured speeds by namespace and
-    device.
-    """
-
-    root: Path
-    n_chunks: int
-    n_tokens: int
-    n_holes: int
-    n_namespaces: int
-    n_prefixes: int
-    n_pinned: int
-    disk_bytes: int
-    quarantined_bytes: int
-    max_bytes: int | None
-    memory_bytes: int
-    session: dict[str, int]
-    unsupported: dict[str, int]
-    rates: tuple[Rates, ...] = ()
+__all__ = ["PrefixBank"]
 
 
 class PrefixBank:
@@ -125,10 +98,10 @@ class PrefixBank:
             busy_timeout_s=busy_timeout_s,
         )
         with refusals(path):
-            bank = cls(BankSession.open(path, options, create=create))
+            bank = cls(open_session(path, options, create=create))
         if not bank.read_only and bank._session.options.max_bytes is not None:
             try:
-                bank._hold_budget(bank._session.options.max_bytes)
+                hold_budget(bank._session, bank._session.options.max_bytes)
             except PrefixBankError:
                 bank.close()
                 raise
@@ -185,28 +158,7 @@ class PrefixBank:
 
     def stats(self) -> BankStats:
         """Return what the bank holds and what this process did with it."""
-        self._session.settle()
-        with self._session.index.reading() as tx:
-            rates = tuple(rates_rows.list_all(tx))
-            totals = chunk_rows.totals(tx)
-            prefixes = prefix_rows.list_all(tx)
-            usages = namespace_rows.list_usage(tx)
-        return BankStats(
-            root=self.root,
-            n_chunks=totals.n_chunks,
-            n_tokens=totals.n_tokens,
-            n_holes=totals.n_holes,
-            n_namespaces=sum(1 for usage in usages if usage.n_chunks),
-            n_prefixes=len(prefixes),
-            n_pinned=sum(prefix.pinned for prefix in prefixes),
-            disk_bytes=totals.disk_bytes,
-            quarantined_bytes=sum(disk_bytes(f.n_bytes) for f in self._session.shards.iter_files("quarantine")),
-            max_bytes=self._session.options.max_bytes,
-            memory_bytes=self._session.memory.n_bytes,
-            session=dict(self._session.counts),
-            unsupported=dict(self._session.unsupported),
-            rates=rates,
-        )
+        return collect_stats(self._session)
 
     def prefixes(self, name: str | None = None) -> list[PrefixRecord]:
         """Return the named prefixes, or those of one name. Raises `UnknownPrefixError` for an unknown name."""
@@ -455,26 +407,3 @@ class PrefixBank:
                 "least 4 characters that only one has (`prefixbank ls namespaces`)"
             )
         return found[0]
-
-    def _hold_budget(self, max_bytes: int) -> None:
-        quarantined = tuple(self._session.shards.iter_files("quarantine"))
-        with self._session.index.reading() as tx:
-            knows_nothing = chunk_rows.disk_bytes(tx) == 0
-        unnamed = eviction.find_unnamed(self._session.index, self._session.shards, time.time())
-        policy = eviction.PrunePolicy(max_bytes=max_bytes - unnamed.n_young_bytes)
-        # The files that a lost index leaves take room like any other; looking for them reads every folder, so that is
-        # done only where the index is as new. They go only if they must: an index can be rebuilt from them.
-        leftovers = (
-            eviction.find_leftovers(self._session.index, self._session.shards, time.time()) if knows_nothing else ()
-        )
-        fits = sum(disk_bytes(file.n_bytes) for file in (*leftovers, *quarantined)) <= max_bytes
-        with self._session.index.reading() as tx:
-            todo = eviction.plan(tx, policy, quarantined=quarantined, leftovers=unnamed.old if fits else leftovers)
-        if todo.chunks or todo.files:
-            eviction.execute(self._session.index, self._session.shards, todo)
-        if todo.kept_bytes > max_bytes - unnamed.n_young_bytes:
-            self._session.warn(
-                "budget",
-                f"{self.root} is above its budget of {max_bytes} bytes by what is pinned, or was left by "
-                "processes that were killed within the hour: unpin something",
-            )

@@ -17,13 +17,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from prefixbank import eviction, fingerprint, namesfile, resolver, restoring, storing
 from prefixbank.chunking import TOKEN_BYTES, first_token
 from prefixbank.config import BankOptions
 from prefixbank.errors import (
-    BankNotFoundError,
     BankReadOnlyError,
     BankWarning,
     ConfigError,
@@ -34,7 +33,6 @@ from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows, rat
 from prefixbank.layout import CacheLayout
 from prefixbank.memory import MemoryTier
 from prefixbank.rates import RateBook
-from prefixbank.rootfile import INDEX_FILE, create_root, finish_root, is_bank, read_bank_file
 from prefixbank.shards import ShardStore
 from prefixbank.values import ChunkKey, ChunkRecord, Match, Namespace, PrefixRecord, WeightsFile
 from prefixbank.writes import WriteQueue
@@ -78,29 +76,6 @@ class BankSession:
         self._warned: set[str] = set()
         self._closed = False
         _opened.add(self)
-
-    @classmethod
-    def open(cls, path: Path, options: BankOptions, *, create: bool) -> Self:
-        """Open the bank at `path`, or make one there; see `PrefixBank.open`."""
-        path = path.absolute()  # the working directory may change while the bank is open
-        if create and not options.read_only and not is_bank(path):
-            create_root(path)
-            Index.create_file(path / INDEX_FILE)
-            _migrate(path, options)
-            finish_root(path, chunk_tokens=options.chunk_tokens, max_bytes=options.max_bytes)
-        options = _complete(path, options)
-        if not options.read_only:
-            _replace_lost_index(path, options)
-        elif not (path / INDEX_FILE).exists():
-            raise BankNotFoundError(f"{path / INDEX_FILE} is gone: open the bank for writing to make it anew")
-        index = _open_index(path, options)
-        try:
-            index.require_current()
-        except PrefixBankError:
-            index.close()
-            raise
-        shards = ShardStore(path, durability=options.durability, verify=options.verify)
-        return cls(path, index, shards, options)
 
     @property
     def read_only(self) -> bool:
@@ -438,52 +413,3 @@ def require_prefix_name(name: str) -> None:
     """
     if not _NAME.fullmatch(name) or ".." in name.split("/") or any("\ud800" <= c <= "\udfff" for c in name):
         raise ConfigError(f"{name!r} can't be a prefix name: use 1 to 200 printable characters, and no .. as a part")
-
-
-def _open_index(path: Path, options: BankOptions) -> Index:
-    return Index(
-        path / INDEX_FILE,
-        read_only=options.read_only,
-        durability=options.durability,
-        busy_timeout_s=options.busy_timeout_s,
-    )
-
-
-def _migrate(path: Path, options: BankOptions) -> None:
-    index = _open_index(path, options)
-    try:
-        index.migrate()
-    finally:
-        index.close()
-
-
-def _complete(path: Path, given: BankOptions) -> BankOptions:
-    """Return the options with what the bank itself says."""
-    bank_file = read_bank_file(path)
-    if given.chunk_tokens not in (None, bank_file.chunk_tokens):
-        raise ConfigError(
-            f"{path} was made with chunk_tokens={bank_file.chunk_tokens}: leave the option out, or make a new bank"
-        )
-    read_only = given.read_only
-    if not read_only and not os.access(path, os.W_OK):
-        read_only = True
-        warnings.warn(f"{path} can't be written: the bank is used read-only", BankWarning, stacklevel=4)
-    return replace(
-        given,
-        max_bytes=given.max_bytes if given.max_bytes is not None else bank_file.max_bytes,
-        read_only=read_only,
-        chunk_tokens=bank_file.chunk_tokens,
-    )
-
-
-def _replace_lost_index(path: Path, options: BankOptions) -> None:
-    """Make an index anew that was deleted or emptied; the shards it knew are left where they are."""
-    index_path = path / INDEX_FILE
-    if Index.create_file(index_path) or index_path.stat().st_size == 0:
-        _migrate(path, options)
-        warnings.warn(
-            f"{index_path} was lost and is made anew: what was stored is no longer known; `prefixbank repair` takes "
-            "its files up again, and `prefixbank prune` deletes them",
-            BankWarning,
-            stacklevel=4,
-        )

@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from prefixbank import session, shards, storing
+from prefixbank import opening, shards, storing
 from prefixbank.bank import PrefixBank
 from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows
 from prefixbank.shards import ShardStore, ShardWriter
@@ -41,11 +41,11 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "a file is deleted": (ShardStore, "unlink", "after"),
     "a file is to be set aside": (ShardStore, "quarantine", "before"),
     "a namespace is added": (namespace_rows, "ensure", "after"),
-    "the folders are made": (session, "create_root", "after"),
+    "the folders are made": (opening, "create_root", "after"),
     "the index file is made": (Index, "create_file", "after"),
     "the index is migrated, not committed": (sys.modules["prefixbank.index"], "upgrade", "after"),
-    "the index is migrated": (session, "finish_root", "before"),
-    "bank.json is written": (session, "finish_root", "after"),
+    "the index is migrated": (opening, "finish_root", "before"),
+    "bank.json is written": (opening, "finish_root", "after"),
     "bank.json is written, not yet named": (os, "link", "before"),
     "uses are noted, not committed": (chunk_rows, "_note", "after"),
 }

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from prefixbank.chunking import FileDigest, chunk_key, pack_token_ids, root_key, unpack_token_ids
+from prefixbank.chunking import FileDigest, chunk_key, pack_token_ids, root_key
 from prefixbank.errors import PromptError, SchemaError, ShardCorruptError
 from prefixbank.layout import SHARD_FORMAT_VERSION, CacheLayout
 from prefixbank.runs import Buffer
@@ -35,6 +35,11 @@ _KEY = re.compile("[0-9a-f]{32}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _NUMBER = re.compile("0|[1-9][0-9]{0,9}")
 _METADATA = b'{"__metadata__":'
+# Nothing else is parsed: a million empty lists take Python a second.
+_TEXT = r'"[^"\\]*(?:\\.[^"\\]*)*"'
+_TEXTS_BY_NAME = re.compile(rf"\{{{_TEXT}:{_TEXT}(?:,{_TEXT}:{_TEXT})*\}}")
+_TOKEN_IDS = re.compile(r"\[(?:0|[1-9][0-9]{0,9})(?:,(?:0|[1-9][0-9]{0,9}))*\]")
+_MAX_LAYOUT_CHARS = 512 << 10  # 2,000 layers that are all different
 _LENGTH_BYTES = 8
 
 
@@ -98,9 +103,10 @@ def _describe(header: bytes, n_bytes: int, chunk_tokens: int) -> ShardDescriptio
     text = header[_LENGTH_BYTES:].decode("ascii")
     if not text.startswith(_METADATA.decode()):
         raise ValueError("it does not begin with its metadata")
-    metadata, _ = json.JSONDecoder().raw_decode(text, len(_METADATA))
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    flat = _TEXTS_BY_NAME.match(text, len(_METADATA))
+    if flat is None:
         raise ValueError("its metadata are not texts by name")
+    metadata: dict[str, str] = json.loads(flat.group())
     if metadata["format"] != "prefixbank":
         raise ValueError("it is another program's")
     if (version := metadata["format_version"]) != SHARD_FORMAT_VERSION:
@@ -117,9 +123,9 @@ def _describe(header: bytes, n_bytes: int, chunk_tokens: int) -> ShardDescriptio
     if not all(_NUMBER.fullmatch(metadata[name]) for name in ("start", "n_tokens")):
         raise ValueError("start or n_tokens is no number")
     start, n_tokens = int(metadata["start"]), int(metadata["n_tokens"])
+    if not _TOKEN_IDS.fullmatch(metadata["token_ids"]):
+        raise ValueError("its token ids are none, or written in another way")
     token_ids = pack_token_ids(json.loads(metadata["token_ids"]))
-    if json.dumps(unpack_token_ids(token_ids), separators=(",", ":")) != metadata["token_ids"]:
-        raise ValueError("its token ids are written in another way")
     if len(token_ids) != len(pack_token_ids([0])) * n_tokens or not 1 <= n_tokens <= chunk_tokens:
         raise ValueError("it has another number of tokens than a chunk of this bank")
     if start % chunk_tokens or (start == 0) != (metadata["parent_key"] == ""):
@@ -157,6 +163,8 @@ def _describe(header: bytes, n_bytes: int, chunk_tokens: int) -> ShardDescriptio
 
 def _layout(text: str) -> CacheLayout:
     """Return a cache layout that is written in the one way in which layouts are; small enough to be real."""
+    if len(text) > _MAX_LAYOUT_CHARS:
+        raise ValueError("its layout is longer than that of any model")
     try:
         layout = CacheLayout.from_json(text)
     except SchemaError as exc:

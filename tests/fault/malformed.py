@@ -227,6 +227,9 @@ def malformed(shard: bytes) -> Iterator[tuple[str, bytes]]:
     yield "nesting: 40 MB of brackets", pack(b"[" * 40_000_000, data)
     yield "nesting: 2 MB of empty lists", pack(b'{"__metadata__":[' + b"[]," * 690_000 + b"[]]}", data)
     yield "nesting: 2 MB of empty objects", pack(b'{"__metadata__":[' + b"{}," * 690_000 + b"{}]}", data)
+    many_lists = "[" + "[]," * 170_000 + "[]]"
+    yield "nesting: half a MB of empty lists for token ids", meta("token_ids", many_lists)
+    yield "nesting: half a MB of empty lists for a layout", meta("layout", many_lists)
     yield "size: empty", b""
     yield "size: 7 bytes", shard[:7]
     yield "size: 8 bytes", shard[:8]

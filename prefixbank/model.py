@@ -22,7 +22,7 @@ from prefixbank.kvcache.capture import sample_rows
 from prefixbank.layout import CacheLayout
 from prefixbank.pipelines import Pipelines
 from prefixbank.promptcaches import Lease, Progress, PromptCaches, Resolved
-from prefixbank.prompts import Prompt, PromptEncoder, check_length, context_tokens
+from prefixbank.prompts import Prompt, PromptEncoder, check_length, context_tokens, known_token_ids
 from prefixbank.session import BankSession
 from prefixbank.storing import Stored
 from prefixbank.values import Match, Namespace
@@ -45,7 +45,7 @@ class BankedModel(Pipelines):
         self.model = model
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self.label = label
-        self._encoder = PromptEncoder(self.tokenizer)
+        self._encoder = PromptEncoder(self.tokenizer, known_token_ids(model))
         self._caches = caches
         self._session = session
 

@@ -15,13 +15,14 @@ from prefixbank.chunking import TOKEN_BYTES, common_run, pack_token_ids, unpack_
 from prefixbank.errors import PromptError
 from prefixbank.fewshot import FewShotPrompt, RenderedPrompt
 
-__all__ = ["EncodedPrompt", "Prompt", "PromptEncoder", "check_length", "context_tokens", "named"]
+__all__ = ["EncodedPrompt", "Prompt", "PromptEncoder", "check_length", "context_tokens", "known_token_ids", "named"]
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | RenderedPrompt
 """A text, token ids (a list, or an array with `tolist`), chat messages, or what `FewShotPrompt.render` returns."""
 
 _PROBES = ("a", "the", "The", "I", "7", "(", "é")
 _SHARED_KEPT = 64
+_EMBEDDINGS = ("Embedding", "QuantizedEmbedding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,20 @@ def context_tokens(model: Any) -> int | None:
     return n_tokens
 
 
+def known_token_ids(model: Any) -> int | None:
+    """Return how many token ids the largest embedding of an MLX model has rows for; None where it has no embedding.
+
+    MLX does not check indices: an id beyond them reads whatever lies there
+    (https://ml-explore.github.io/mlx/build/html/usage/indexing.html).
+    """
+    sizes = [
+        module.weight.shape[0]
+        for module in (model.modules() if hasattr(model, "modules") else ())
+        if type(module).__name__ in _EMBEDDINGS
+    ]
+    return max(sizes, default=None)
+
+
 def check_length(token_ids: bytes, n_most: int | None, what: str = "the prompt") -> None:
     """Raise `PromptError` for packed token ids that are more than a model's context holds."""
     n_tokens = len(token_ids) // TOKEN_BYTES
@@ -63,13 +78,26 @@ def named(what: str, function: Callable[..., Any], *args: Any) -> Any:
 class PromptEncoder:
     """Turn prompts into token ids as mlx-lm does."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Take an mlx-lm `TokenizerWrapper`."""
+    def __init__(self, tokenizer: Any, n_known_ids: int | None = None) -> None:
+        """Take an mlx-lm `TokenizerWrapper`, and how many token ids the model knows, if that is to be checked."""
         self._tokenizer = tokenizer
+        self._n_known_ids = n_known_ids
         self._shared: dict[FewShotPrompt, bytes] = {}
 
     def encode(self, prompt: Prompt) -> EncodedPrompt:
-        """Return the token ids of a whole prompt. Raises `PromptError` for an empty or unusable one."""
+        """Return the token ids of a whole prompt.
+
+        Raises `PromptError` for an empty or unusable one, or one with a token id that the model does not know.
+        """
+        encoded = self._encode(prompt)
+        ids = unpack_token_ids(encoded.token_ids)
+        if not ids:
+            raise PromptError("the prompt is empty: at least one token is needed")
+        if self._n_known_ids is not None and max(ids) >= self._n_known_ids:
+            raise PromptError(f"the prompt has the token id {max(ids)}: the model knows {self._n_known_ids} ids")
+        return encoded
+
+    def _encode(self, prompt: Prompt) -> EncodedPrompt:
         if isinstance(prompt, RenderedPrompt):
             token_ids = self._encode_rendered(prompt)
             shared = self.shared_token_ids(prompt.shots)
@@ -85,7 +113,7 @@ class PromptEncoder:
             )
         if prompt and isinstance(prompt[0], dict):
             return EncodedPrompt(self._encode_chat(prompt))
-        return EncodedPrompt(_checked(pack_token_ids(prompt)))  # type: ignore[arg-type]
+        return EncodedPrompt(pack_token_ids(prompt))  # type: ignore[arg-type]
 
     def shared_token_ids(self, shots: FewShotPrompt) -> bytes:
         """Return the packed token ids that prompts of these shots have in common, whatever the query is."""
@@ -122,7 +150,7 @@ class PromptEncoder:
         # As mlx_lm.stream_generate does: a text that brings its own first special token gets no second one.
         bos = self._tokenizer.bos_token
         add_special_tokens = bos is None or not text.startswith(bos)
-        return _checked(pack_token_ids(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)))
+        return pack_token_ids(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _encode_chat(self, messages: Sequence[Any]) -> bytes:
         if not self._tokenizer.has_chat_template:
@@ -131,10 +159,4 @@ class PromptEncoder:
             token_ids = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
         except Exception as exc:  # templates raise whatever they like
             raise PromptError(f"the chat template refuses these messages: {exc}") from exc
-        return _checked(pack_token_ids(token_ids))
-
-
-def _checked(token_ids: bytes) -> bytes:
-    if not token_ids:
-        raise PromptError("the prompt is empty: at least one token is needed")
-    return token_ids
+        return pack_token_ids(token_ids)

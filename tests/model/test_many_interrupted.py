@@ -33,7 +33,7 @@ from tests.model.manyprompts import (
     query,
     seen,
 )
-from tests.model.tiny import FROM_DISK, build_model, build_tokenizer, random_ids
+from tests.model.tiny import FROM_DISK, VOCAB, build_model, build_tokenizer, random_ids
 
 # --- bad input
 
@@ -45,6 +45,7 @@ from tests.model.tiny import FROM_DISK, build_model, build_tokenizer, random_ids
         ([[1], ""], "prompt 1: the prompt is empty"),
         ([[1], [2], 7], "prompt 2: a int is no prompt"),
         ([[-1]], "prompt 0: token ids must be integers"),
+        ([[1], [2, VOCAB]], "prompt 1: the prompt has the token id 320: the model knows 320 ids"),
         ([[{"role": "user"}, 5]], "prompt 0"),
         ("a single text", "several prompts"),
         (7, "several prompts"),

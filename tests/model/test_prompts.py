@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 import pytest
 from mlx_lm import generate
 
 from prefixbank import Example, FewShotPrompt, PrefixBank, PromptError
-from tests.model.tiny import FROM_DISK, build_tokenizer, random_ids
+from prefixbank.chunking import unpack_token_ids
+from tests.model.tiny import FROM_DISK, VOCAB, build_model, build_tokenizer, random_ids
 
 EXAMPLES = (Example("the lamp is lovely", "positive"), Example("the zip broke", "negative"))
 SHOTS = FewShotPrompt("Judge the review.", EXAMPLES, input_label="review: ", output_label="sentiment: ")
@@ -26,6 +28,30 @@ def test_texts_ids_and_arrays_are_prompts_alike(llm: Any) -> None:
     assert (
         llm.encode(mx.array(token_ids)) == llm.encode(np.array(token_ids)) == llm.encode(tuple(token_ids)) == token_ids
     )
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_token_id_that_the_model_does_not_know_is_refused_whatever_is_asked(
+    small_bank: PrefixBank, tokenizer: Any, quantised: bool
+) -> None:
+    """MLX would read what lies behind the embedding, and the bank keep what came of it."""
+    model = build_model()
+    if quantised:
+        nn.quantize(model, group_size=32, bits=4)
+    llm = small_bank.attach(model, tokenizer)
+    assert llm.generate([1, VOCAB - 1], max_tokens=1).text is not None
+    bad = [1, VOCAB, 2]
+    for ask in (
+        lambda: llm.generate(bad, max_tokens=1),
+        lambda: next(iter(llm.stream_generate(bad, max_tokens=1))),
+        lambda: llm.match(bad),
+        lambda: llm.warm(bad),
+        lambda: llm.score(bad, [" a"]),
+        lambda: llm.checkout(bad).__enter__(),
+    ):
+        with pytest.raises(PromptError, match="token id 320: the model knows 320 ids"):
+            ask()
+    assert all(VOCAB not in unpack_token_ids(record.token_ids) for record in small_bank.chunks())
 
 
 def test_chat_messages_use_the_chat_template(llm: Any) -> None:

@@ -11,8 +11,8 @@ import pytest
 from prefixbank import ConfigError, PrefixBank, PromptError
 from prefixbank.chunking import unpack_token_ids
 from prefixbank.kvcache.sharedrows import SharedKVCache
+from tests.model.scoring.plainscores import CHOICES, N_RUNS, plain
 from tests.model.sharing.test_batches import SHARING
-from tests.model.test_scoring import CHOICES, N_RUNS, plain
 from tests.model.tiny import CONFIGS, build_model, random_ids
 
 HEAD, GROUP = random_ids(60), random_ids(40, seed=8)

@@ -24,6 +24,7 @@ from prefixbank.chunking import TOKEN_BYTES, chunk_key
 from prefixbank.errors import IndexCorruptError, StorageError
 from prefixbank.files import make_private_folder, sync, sync_folder
 from prefixbank.index import chunk_rows, namespace_rows, prefix_rows
+from prefixbank.rootfile import NAMES_FILE
 from prefixbank.values import ChunkKey, ChunkRecord, Namespace
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["NAMES_FILE", "KeptName", "KeptNames", "of_index", "read", "update"]
 
-NAMES_FILE = "prefixes.json"
 FORMAT_VERSION = 1
 
 _NameKey = tuple[str, str, str]

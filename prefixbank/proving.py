@@ -9,10 +9,10 @@ from typing import Literal
 from prefixbank.chunking import FileDigest
 from prefixbank.errors import ShardCorruptError, StorageError
 from prefixbank.files import open_regular
-from prefixbank.sealing import MAX_HEADER_BYTES, ShardDescription, describe, seal_of, unsealed
+from prefixbank.sealing import MAX_HEADER_BYTES, ShardDescription, claimed_place, describe, seal_of, unsealed
 from prefixbank.shards import ShardStore, WrittenShard
 
-__all__ = ["ProvenShard", "prove"]
+__all__ = ["ProvenShard", "prove", "read_place"]
 
 _READ_STEP = 8 << 20
 
@@ -57,6 +57,12 @@ def prove(shards: ShardStore, file_name: str, chunk_tokens: int) -> ProvenShard:
     return ProvenShard(
         description, WrittenShard(file_name, len(head), n_bytes, digest.digest()), sealed, status.st_mtime
     )
+
+
+def read_place(shards: ShardStore, file_name: str) -> tuple[int, int]:
+    """Return where a shard says that its chunk begins, and how many tokens it holds. Raises as `prove` does."""
+    with open_regular(shards.path_of(file_name)) as descriptor:
+        return claimed_place(_read_head(descriptor, os.fstat(descriptor).st_size))
 
 
 def _read_head(descriptor: int, n_bytes: int) -> bytes:

@@ -23,7 +23,7 @@ from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows
 from prefixbank.indexfile import open_index, replace_index
 from prefixbank.repairplan import RepairPlan, RepairStep
 from prefixbank.repairplanner import Progress, RepairPlanner
-from prefixbank.rootfile import INDEX_FILE, read_bank_file
+from prefixbank.rootfile import INDEX_FILE, bank_file_state, restore_bank_file
 from prefixbank.shards import ShardStore
 from prefixbank.storing import supersede
 from prefixbank.values import ChunkRecord, PrefixRecord
@@ -49,18 +49,19 @@ def repair(
     """Put right what `check` finds in the bank at `root`, and return what was done, or with `dry_run` would be.
 
     A lost or broken index is set aside and made anew from the shards, with the names and pins of `prefixes.json`; when
-    chunks were used, and rates, begin anew. `read_data` also reads the shards that have rows; those without are always
-    read. `unproven` takes up shards of older versions whose bytes nothing proves. Others may use the bank meanwhile;
-    those that have a replaced index open must open the bank again.
+    chunks were used, and rates, begin anew. A lost or damaged `bank.json` is made anew too, but for a budget that it
+    held. `read_data` also reads the shards that have rows; those without are always read. `unproven` takes up shards of
+    older versions whose bytes nothing proves. Others may use the bank meanwhile; those that have a replaced index open
+    must open the bank again.
 
     Raises `SchemaError` for an index of another version (nothing is changed), `BankBusyError` where another repair
     runs, `BankNotFoundError`, `StorageError`.
     """
     root = root.absolute()
-    chunk_tokens = read_bank_file(root).chunk_tokens
+    bank_file_state(root)
     shards = ShardStore(root, durability=durability, verify="always")
-    planner = RepairPlanner(root, shards, chunk_tokens, read_data, unproven, busy_timeout_s, progress)
     try:
+        planner = RepairPlanner(root, shards, read_data, unproven, busy_timeout_s, progress)
         if dry_run:
             return planner.plan(read_only=True)
         with _alone(root):
@@ -102,6 +103,8 @@ class _Repairer:
 
     def execute(self, todo: RepairPlan) -> None:
         """Do what the plan lists. Killed inside, the bank is in order as far as it got."""
+        if todo.lost_chunk_tokens is not None:
+            restore_bank_file(self.root, todo.lost_chunk_tokens)
         for path, mode in todo.modes:
             with suppress(FileNotFoundError):  # deleted meanwhile
                 path.chmod(mode)

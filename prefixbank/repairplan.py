@@ -15,6 +15,7 @@ from prefixbank.values import ChunkKey, ChunkRecord, Namespace
 __all__ = ["RepairPlan", "RepairStep"]
 
 Action = Literal[
+    "bank-file",
     "new-index",
     "take-up",
     "hole",
@@ -55,6 +56,8 @@ class RepairPlan:
     moved: tuple[FileOnDisk, ...] = ()
     deleted: tuple[FileOnDisk, ...] = ()
     modes: tuple[tuple[Path, int], ...] = ()
+    lost_chunk_tokens: int | None = None
+    """What a lost or damaged `bank.json` is made anew with."""
 
     @property
     def ok(self) -> bool:

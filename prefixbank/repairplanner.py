@@ -15,6 +15,7 @@ from pathlib import Path
 
 from prefixbank import namesfile
 from prefixbank.check import private_files, private_folders
+from prefixbank.config import BANK_FILE
 from prefixbank.errors import IndexCorruptError, PrefixBankError, ShardError, ShardMissingError, StorageError
 from prefixbank.eviction import GRACE_S
 from prefixbank.files import FileOnDisk
@@ -22,9 +23,10 @@ from prefixbank.foundlings import SETTLING_S, sort_foundlings
 from prefixbank.index import chunk_rows, namespace_rows
 from prefixbank.indexfile import Salvage, judge, open_index, salvage
 from prefixbank.lostnames import plan_names
+from prefixbank.lostroot import find_chunk_tokens
 from prefixbank.proving import prove
 from prefixbank.repairplan import RepairPlan, RepairStep
-from prefixbank.rootfile import INDEX_FILE
+from prefixbank.rootfile import INDEX_FILE, bank_file_state, read_bank_file
 from prefixbank.shards import ShardStore
 from prefixbank.values import ChunkKey, ChunkRecord, Namespace
 
@@ -43,7 +45,6 @@ class RepairPlanner:
 
     root: Path
     shards: ShardStore
-    chunk_tokens: int
     read_data: bool
     unproven: bool
     busy_timeout_s: float
@@ -74,6 +75,7 @@ class RepairPlanner:
                 saved = salvage(self.root / INDEX_FILE, self.busy_timeout_s)
             done = "is set aside and made anew" if state == "broken" else "is made anew"
             steps.append(RepairStep("new-index", INDEX_FILE, f"{why}: it {done} from the shards"))
+        chunk_tokens, is_lost = self._chunk_tokens(records, steps)
         named = {record.file_name for record in records}
         files = list(self.shards.iter_files("shards", folders_as_shards=True))
         unnamed = [file for file in files if file.path.rpartition("/")[2] not in named or not self._in_place(file)]
@@ -86,7 +88,7 @@ class RepairPlanner:
             if self.progress is not None:
                 self.progress(n_done, total)
 
-        lost, corrected = self._look_at(records, files, steps, left, advance)
+        lost, corrected = self._look_at(records, files, chunk_tokens, steps, left, advance)
         gone = {record.key for record, _ in lost}
         rows = {r.key: replace(r, file_name=None, has_state=False) if r.key in gone else r for r in records} | {
             r.key: r for r in corrected
@@ -96,7 +98,7 @@ class RepairPlanner:
             unnamed,
             rows,
             namespaces,
-            self.chunk_tokens,
+            chunk_tokens,
             known_digests=saved.digests,
             unproven=self.unproven,
             settling_s=SETTLING_S if state == "sound" else -1e9,
@@ -133,7 +135,18 @@ class RepairPlanner:
             moved,
             tuple(deleted),
             modes,
+            chunk_tokens if is_lost else None,
         )
+
+    def _chunk_tokens(self, records: list[ChunkRecord], steps: list[RepairStep]) -> tuple[int, bool]:
+        """Return how many tokens a full chunk has, and whether `bank.json` does not say so and is to be made anew."""
+        state = bank_file_state(self.root)
+        if state == "sound":
+            return read_bank_file(self.root).chunk_tokens, False
+        chunk_tokens = find_chunk_tokens(records, self.shards)
+        why = f"it is {state}: made anew with chunk_tokens={chunk_tokens}, as the chunks say, and without a budget"
+        steps.insert(0, RepairStep("bank-file", BANK_FILE, why))
+        return chunk_tokens, True
 
     def _in_place(self, file: FileOnDisk) -> bool:
         return str(self.shards.path_of(file.path.rpartition("/")[2])) == f"{self.root}/{file.path}"
@@ -142,6 +155,7 @@ class RepairPlanner:
         self,
         records: list[ChunkRecord],
         files: list[FileOnDisk],
+        chunk_tokens: int,
         steps: list[RepairStep],
         left: list[RepairStep],
         advance: Callable[[int], None],
@@ -163,7 +177,7 @@ class RepairPlanner:
                 lost.append((record, None))
                 steps.append(RepairStep("forget", record.file_name, str(exc)))
             except (ShardError, IndexCorruptError) as exc:
-                if (right := self._corrected(record)) is not None:
+                if (right := self._corrected(record, chunk_tokens)) is not None:
                     corrected.append(right)
                     steps.append(RepairStep("correct", record.file_name, "the file is whole, its row was damaged"))
                     continue
@@ -174,10 +188,10 @@ class RepairPlanner:
                 left.append(RepairStep("left", record.file_name, str(exc), needs_hand=True))
         return lost, corrected
 
-    def _corrected(self, record: ChunkRecord) -> ChunkRecord | None:
+    def _corrected(self, record: ChunkRecord, chunk_tokens: int) -> ChunkRecord | None:
         """Return a row as the file that it names proves it to be; None where the file is not proven."""
         try:
-            proven = prove(self.shards, str(record.file_name), self.chunk_tokens)
+            proven = prove(self.shards, str(record.file_name), chunk_tokens)
         except PrefixBankError:
             return None
         said = proven.description

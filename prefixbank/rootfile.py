@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from prefixbank.config import BANK_FILE
 from prefixbank.errors import BankNotFoundError, ConfigError, SchemaError, StorageError
@@ -20,19 +20,26 @@ from prefixbank.files import make_private_folder, sync_folder
 
 __all__ = [
     "INDEX_FILE",
+    "NAMES_FILE",
     "BankFile",
+    "BankFileDamagedError",
+    "BankFileState",
+    "bank_file_state",
     "create_root",
     "finish_root",
     "is_bank",
     "read_bank_file",
     "refusals",
     "require_usable_root",
+    "restore_bank_file",
 ]
 
 INDEX_FILE = "index.sqlite3"
+NAMES_FILE = "prefixes.json"
 CACHEDIR_TAG_FILE = "CACHEDIR.TAG"
 FORMAT_VERSION = 1
 DEFAULT_CHUNK_TOKENS = 256
+MAX_CHUNK_TOKENS = 65_536
 
 _MAY_LIE_IN_A_NEW_ROOT = {".gitignore", ".gitkeep", ".DS_Store", "README.md", "prefixes"}
 _FOLDERS = ("shards", "tmp", "quarantine")
@@ -40,6 +47,9 @@ _CACHEDIR_TAG = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
     "# This folder is a prefixbank: a cache that can be made again. See https://bford.info/cachedir/\n"
 )
+
+
+BankFileState = Literal["sound", "lost", "damaged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,10 @@ class BankFile:
     format_version: int = FORMAT_VERSION
 
 
+class BankFileDamagedError(SchemaError):
+    """`bank.json` is damaged: `prefixbank repair` makes it anew."""
+
+
 @contextmanager
 def refusals(root: Path) -> Iterator[None]:
     """Turn what the system refuses inside, and no one below has named better, into a `StorageError`."""
@@ -66,11 +80,16 @@ def refusals(root: Path) -> Iterator[None]:
 
 
 def read_bank_file(root: Path) -> BankFile:
-    """Return what `bank.json` says. Raises `BankNotFoundError` without one, `SchemaError` for an unknown format."""
+    """Return what `bank.json` says.
+
+    Raises `BankNotFoundError` without one, `SchemaError` for an unknown format, `BankFileDamagedError` for a damaged
+    one.
+    """
     path = root / BANK_FILE
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as exc:
+        require_no_lost_bank(root)
         raise BankNotFoundError(f"{root} is no bank: run `prefixbank --bank {shlex.quote(str(root))} init`") from exc
     except OSError as exc:
         raise StorageError(f"{path} can't be read: {exc.strerror or exc}") from exc
@@ -84,13 +103,55 @@ def read_bank_file(root: Path) -> BankFile:
         if version != FORMAT_VERSION:
             raise SchemaError(f"{path} has format {version}, this version knows {FORMAT_VERSION}: upgrade prefixbank")
         found = BankFile(**stored)
-        if not isinstance(found.chunk_tokens, int) or not 1 <= found.chunk_tokens <= 65536:
+        if not isinstance(found.chunk_tokens, int) or not 1 <= found.chunk_tokens <= MAX_CHUNK_TOKENS:
             raise ValueError("chunk_tokens is out of range")
         if found.max_bytes is not None and (not isinstance(found.max_bytes, int) or found.max_bytes < 0):
             raise ValueError("max_bytes is no number of bytes")
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
-        raise SchemaError(f"{path} is damaged ({exc}): restore it, or make a new bank elsewhere") from exc
+        raise BankFileDamagedError(f"{path} is damaged ({exc}): run `prefixbank repair`") from exc
     return found
+
+
+def bank_file_state(root: Path) -> BankFileState:
+    """Tell whether `bank.json` is sound, or can be made anew. Raises as `read_bank_file` does where it can't."""
+    try:
+        read_bank_file(root)
+    except BankFileDamagedError:
+        return "damaged"
+    except BankNotFoundError:
+        if holds_chunks(root):
+            return "lost"
+        raise
+    return "sound"
+
+
+def holds_chunks(root: Path) -> bool:
+    """Tell whether a folder holds what only a finished bank gets: names, or shards. Raises `StorageError`."""
+    try:
+        return (root / NAMES_FILE).exists() or any(path.is_dir() for path in (root / "shards").iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as exc:
+        raise StorageError(f"{root} can't be looked into: {exc.strerror or exc}") from exc
+
+
+def require_no_lost_bank(root: Path) -> None:
+    """Raise `BankNotFoundError` for a bank that has lost its `bank.json`: a new one may be of other chunks."""
+    if holds_chunks(root) and not is_bank(root):  # it may just have been made, and filled
+        raise BankNotFoundError(f"{root} has lost its {BANK_FILE}: run `prefixbank repair`")
+
+
+def restore_bank_file(root: Path, chunk_tokens: int) -> None:
+    """Make a `bank.json` anew; a damaged one goes to the quarantine. Raises `StorageError`."""
+    path = root / BANK_FILE
+    try:
+        make_private_folder(root / "quarantine")
+        path.rename(root / "quarantine" / f"{BANK_FILE}-{uuid.uuid4().hex[:8]}")
+    except FileNotFoundError:
+        pass
+    except OSError as exc:
+        raise StorageError(f"{path} can't be set aside: {exc.strerror or exc}") from exc
+    finish_root(root, chunk_tokens=chunk_tokens, max_bytes=None)
 
 
 def is_bank(root: Path) -> bool:
@@ -116,6 +177,7 @@ def require_usable_root(root: Path) -> None:
         raise BankNotFoundError(f"{root} is a file, not a bank: give a folder") from exc
     except OSError as exc:
         raise StorageError(f"{root} can't be looked into: {exc.strerror or exc}") from exc
+    require_no_lost_bank(root)
     # What an interrupted creation, or one by another process, leaves may lie there too.
     foreign = there - _MAY_LIE_IN_A_NEW_ROOT - set(_FOLDERS)
     foreign = {name for name in foreign if not name.startswith((BANK_FILE, CACHEDIR_TAG_FILE, INDEX_FILE))}

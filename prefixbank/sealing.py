@@ -19,7 +19,17 @@ from prefixbank.layout import SHARD_FORMAT_VERSION, CacheLayout
 from prefixbank.runs import Buffer
 from prefixbank.values import ChunkKey
 
-__all__ = ["MAX_HEADER_BYTES", "SEAL", "UNSEALED", "ShardDescription", "describe", "seal", "seal_of", "unsealed"]
+__all__ = [
+    "MAX_HEADER_BYTES",
+    "SEAL",
+    "UNSEALED",
+    "ShardDescription",
+    "claimed_place",
+    "describe",
+    "seal",
+    "seal_of",
+    "unsealed",
+]
 
 SEAL = "content_digest"
 UNSEALED = "0" * 32
@@ -86,6 +96,18 @@ def unsealed(header: bytes) -> bytes:
     return header if found is None else header[: found.start(1)] + UNSEALED.encode() + header[found.end(1) :]
 
 
+def claimed_place(header: bytes) -> tuple[int, int]:
+    """Return where the chunk of a shard's head begins, and how many tokens it holds, as it says: nothing is proven.
+
+    Raises `ShardCorruptError` for a head that says neither.
+    """
+    try:
+        metadata = _metadata(header)
+        return int(metadata["start"]), int(metadata["n_tokens"])
+    except (ValueError, KeyError) as exc:
+        raise ShardCorruptError(f"the header is not one of a shard: {exc}") from exc
+
+
 def describe(header: bytes, n_bytes: int, chunk_tokens: int) -> ShardDescription:
     """Return what the head of a shard file of `n_bytes` says, if all of it fits together.
 
@@ -100,13 +122,7 @@ def describe(header: bytes, n_bytes: int, chunk_tokens: int) -> ShardDescription
 
 
 def _describe(header: bytes, n_bytes: int, chunk_tokens: int) -> ShardDescription:
-    text = header[_LENGTH_BYTES:].decode("ascii")
-    if not text.startswith(_METADATA.decode()):
-        raise ValueError("it does not begin with its metadata")
-    flat = _TEXTS_BY_NAME.match(text, len(_METADATA))
-    if flat is None:
-        raise ValueError("its metadata are not texts by name")
-    metadata: dict[str, str] = json.loads(flat.group())
+    metadata = _metadata(header)
     if metadata["format"] != "prefixbank":
         raise ValueError("it is another program's")
     if (version := metadata["format_version"]) != SHARD_FORMAT_VERSION:
@@ -159,6 +175,18 @@ def _describe(header: bytes, n_bytes: int, chunk_tokens: int) -> ShardDescriptio
         token_ids=token_ids,
         has_state=has_state,
     )
+
+
+def _metadata(header: bytes) -> dict[str, str]:
+    """Return the metadata of a shard's head. Raises `ValueError` for anything else than texts by name."""
+    text = header[_LENGTH_BYTES:].decode("ascii")
+    if not text.startswith(_METADATA.decode()):
+        raise ValueError("it does not begin with its metadata")
+    flat = _TEXTS_BY_NAME.match(text, len(_METADATA))
+    if flat is None:
+        raise ValueError("its metadata are not texts by name")
+    metadata: dict[str, str] = json.loads(flat.group())
+    return metadata
 
 
 def _layout(text: str) -> CacheLayout:

@@ -137,6 +137,12 @@ def with_a_broken_index(bank: PrefixBank) -> None:
         index.execute("UPDATE chunks SET token_ids = zeroblob(16) WHERE start = 4")
 
 
+def with_a_damaged_bank_file(bank: PrefixBank) -> None:
+    prepare(bank)
+    age(bank.root)
+    (bank.root / "bank.json").write_bytes(b"garbage")
+
+
 def with_all_kinds_of_damage(bank: PrefixBank) -> None:
     """Put an older index back: it lacks a row, names a file that is gone; another is damaged, and a mode is open."""
     with_leftovers(bank)
@@ -294,6 +300,7 @@ DEEDS: dict[str, Deed] = {
     "new version": Deed(prepare, on_bank(new_version), at_once=False, frees=True),
     "repair a lost index": Deed(without_index, do_repair, first=finish_repair),
     "repair a broken index": Deed(with_a_broken_index, do_repair, first=finish_repair),
+    "repair a damaged bank file": Deed(with_a_damaged_bank_file, do_repair, first=finish_repair),
     "repair an older index": Deed(with_all_kinds_of_damage, do_repair, first=finish_repair),
     "check": Deed(with_leftovers, on_bank(lambda bank, _: bank.check(read_data=True))),
 }

@@ -23,7 +23,7 @@ from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows
 from prefixbank.indexfile import open_index, replace_index
 from prefixbank.repairplan import RepairPlan, RepairStep
 from prefixbank.repairplanner import Progress, RepairPlanner
-from prefixbank.rootfile import INDEX_FILE, bank_file_state, restore_bank_file
+from prefixbank.rootfile import INDEX_FILE, bank_file_state, refusals, restore_bank_file
 from prefixbank.shards import ShardStore
 from prefixbank.storing import supersede
 from prefixbank.values import ChunkRecord, PrefixRecord
@@ -60,15 +60,13 @@ def repair(
     root = root.absolute()
     bank_file_state(root)
     shards = ShardStore(root, durability=durability, verify="always")
-    try:
-        planner = RepairPlanner(root, shards, read_data, unproven, busy_timeout_s, progress)
+    planner = RepairPlanner(root, shards, read_data, unproven, busy_timeout_s, progress)
+    with refusals(root):
         if dry_run:
             return planner.plan(read_only=True)
         with _alone(root):
             todo = planner.plan(read_only=False)
             _Repairer(root, shards, durability, busy_timeout_s).execute(todo)
-    except OSError as exc:
-        raise StorageError(f"{exc.filename or root} can't be used: {exc.strerror or exc}") from exc
     return todo
 
 

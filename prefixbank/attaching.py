@@ -32,8 +32,7 @@ def load(
     **options: Any,
 ) -> BankedModel:
     """Load a model and attach it; see `PrefixBank.load_model`."""
-    if precision not in ("auto", "model", "float32"):
-        raise ConfigError(f"precision={precision!r} is unknown: use auto, model or float32")
+    loading.require_precision(precision)
     folder = loading.local_folder(str(path_or_hub_id))
     adapter_folder = None if adapter_path is None else Path(adapter_path)
     files = fingerprints.list_model_files(folder)

@@ -48,11 +48,20 @@ def parse_arguments(argv: Sequence[str], prog: str = "mlx_lm.server") -> argpars
     return parsed[0]
 
 
-def serve(bank: PrefixBank, arguments: argparse.Namespace, on_ready: Callable[[str, int], None]) -> None:
+def serve(
+    bank: PrefixBank,
+    arguments: argparse.Namespace,
+    on_ready: Callable[[str, int], None],
+    *,
+    precision: str = "auto",
+    salt: str | bytes = b"",
+) -> None:
     """Serve until SIGINT or SIGTERM; `on_ready` is told host and port. The bank stays open.
 
-    Raises `ConfigError` where the address can't be had.
+    `precision` and `salt` are those of `PrefixBank.load_model`, for every model. Raises `ConfigError` where the
+    address can't be had.
     """
+    loading.require_precision(precision)
     if mx.distributed.init().size() > 1:
         raise ConfigError("a model that is spread over several processes has no bank: use mlx_lm.server")
 
@@ -64,7 +73,7 @@ def serve(bank: PrefixBank, arguments: argparse.Namespace, on_ready: Callable[[s
             on_ready(str(self.server_address[0]), int(self.server_address[1]))
 
     session = bank._session
-    provider = BankedModelProvider(arguments, session)
+    provider = BankedModelProvider(arguments, session, precision=precision, salt=salt)
     with _sigterm_as_interrupt():
         generator = _Generator(provider, BankedPromptCache(session, provider.caches_of, arguments.prompt_cache_size))
         try:
@@ -106,9 +115,13 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 class BankedModelProvider(server.ModelProvider):  # type: ignore[misc]
     """Load models as mlx-lm does, and attach each to the bank."""
 
-    def __init__(self, arguments: argparse.Namespace, session: BankSession) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, session: BankSession, *, precision: str = "auto", salt: str | bytes = b""
+    ) -> None:
         """Take `mlx_lm.server`'s arguments."""
         super().__init__(arguments)
+        self._precision = precision
+        self._salt = salt
         self._session = session
         self._caches: PromptCaches | None = None
 
@@ -124,13 +137,16 @@ class BankedModelProvider(server.ModelProvider):  # type: ignore[misc]
     def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> None:
         before = None if draft_model_path else self._digests(model_path, adapter_path)
         super()._load(model_path, adapter_path, draft_model_path)
+        loaded_as = loading.convert(self.model, self._precision)
+        if self.draft_model is not None:
+            loading.convert(self.draft_model, self._precision)
         if before is None:
             return
         if self._digests(model_path, adapter_path) != before:
             self._session.warn("changed", f"{model_path} changed while it was loaded: it is served without the bank")
             return
         try:
-            self._caches = self._attach(str(model_path), adapter_path, before)
+            self._caches = self._attach(str(model_path), adapter_path, {**before, "loaded_as": loaded_as})
         except Exception as exc:  # the model is loaded, and serves without a bank too
             self._session.warn("attach", f"{model_path} is served without the bank: {exc}")
 
@@ -143,7 +159,7 @@ class BankedModelProvider(server.ModelProvider):  # type: ignore[misc]
         except (PrefixBankError, OSError):
             return None
 
-    def _attach(self, model_path: str, adapter_path: str | None, digests: dict[str, object]) -> PromptCaches | None:
+    def _attach(self, model_path: str, adapter_path: str | None, file_parts: dict[str, object]) -> PromptCaches | None:
         given = self.cli_args
         options: dict[str, Any] = {"prefill_step_size": given.prefill_step_size}
         if given.kv_bits is not None:
@@ -157,7 +173,8 @@ class BankedModelProvider(server.ModelProvider):  # type: ignore[misc]
             self.model,
             self.tokenizer,
             label=model_path + (f" + {adapter_path}" if adapter_path else ""),
-            file_parts={**digests, "loaded_as": "model"},
+            file_parts=file_parts,
+            salt=self._salt,
             **options,
         )
         caches = llm._caches

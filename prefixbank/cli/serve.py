@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from prefixbank.cli import models
 from prefixbank.cli.options import DEFAULT_BUSY_TIMEOUT_S, MaxBytesOption, chosen_bank
 from prefixbank.cli.output import print_text, say
 from prefixbank.config import parse_size
@@ -27,6 +28,8 @@ def run(
             help=f"The budget of prompt caches in memory (--prompt-cache-bytes, or {DEFAULT_MEMORY_BYTES}).",
         ),
     ] = None,
+    salt: models.SaltOption = "",
+    precision: models.PrecisionOption = "auto",
     wants_help: Annotated[
         bool, typer.Option("--help", "-h", help="Show this message and mlx_lm.server's, and exit.")
     ] = False,
@@ -59,7 +62,7 @@ def run(
         memory_bytes=DEFAULT_MEMORY_BYTES if memory_budget is None else memory_budget,
         busy_timeout_s=choice.busy_timeout_s if patient else BUSY_TIMEOUT_S,
     ) as bank:
-        serving.serve(bank, arguments, _say_where)
+        serving.serve(bank, arguments, _say_where, precision=precision, salt=salt)
 
 
 def _say_where(host: str, port: int) -> None:

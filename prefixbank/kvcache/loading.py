@@ -18,9 +18,11 @@ __all__ = [
     "BLAS_TOO_LATE",
     "CONVERTED",
     "computes_without_blas",
+    "convert",
     "load_model_and_tokenizer",
     "load_tokenizer",
     "local_folder",
+    "require_precision",
 ]
 
 CONVERTED = "float32"
@@ -79,21 +81,36 @@ def load_model_and_tokenizer(
             tokenizer_config=dict(tokenizer_config or {}),
             trust_remote_code=trust_remote_code,
         )
-        convert = precision == "float32" or (precision == "auto" and _too_slow_as_it_is(model))
-        if convert:
-            model.set_dtype(mx.float32)  # scales first: half-precision arithmetic is what is slow
-            model = dequantize_model(model)
-            mx.eval(model.parameters())
+        loaded_as = convert(model, precision)
         if adapter_folder is not None:
             model = load_adapters(model, str(adapter_folder))
-            if convert:
+            if loaded_as == CONVERTED:
                 model.set_dtype(mx.float32)
             model.eval()
             mx.eval(model.parameters())
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as exc:
         reason = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
         raise ConfigError(f"the model {folder} can't be loaded: {reason}") from exc
-    return model, tokenizer, CONVERTED if convert else "model"
+    return model, tokenizer, loaded_as
+
+
+def require_precision(precision: str) -> None:
+    """Raise `ConfigError` for what is no precision to load a model at."""
+    if precision not in ("auto", "model", "float32"):
+        raise ConfigError(f"precision={precision!r} is unknown: use auto, model or float32")
+
+
+def convert(model: nn.Module, precision: str) -> str:
+    """Give a loaded model the precision that is asked for, in place; returns "float32" where that took converting it.
+
+    Where it did not, "model" is returned: its weights are as they were.
+    """
+    if precision != "float32" and not (precision == "auto" and _too_slow_as_it_is(model)):
+        return "model"
+    model.set_dtype(mx.float32)  # scales first: half-precision arithmetic is what is slow
+    dequantize_model(model)
+    mx.eval(model.parameters())
+    return CONVERTED
 
 
 def computes_without_blas() -> bool:

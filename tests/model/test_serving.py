@@ -46,10 +46,11 @@ def few_shot(query: str) -> Messages:
 def save_sharp(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Give a function that saves a tiny model whose answers depend on every word of the prompt."""
 
-    def save(name: str = "llama", seed: int = 0) -> Path:
+    def save(name: str = "llama", seed: int = 0, dtype: mx.Dtype = mx.float32) -> Path:
         path = tmp_path_factory.mktemp("models") / f"{name}-{seed}"
         path.mkdir()
         model = build_model(name, seed=seed)
+        model.set_dtype(dtype)
         model.update(tree_map(lambda array: array * 4 if array.ndim > 1 else array, model.parameters()))
         save_model(path, model)
         save_config(dict(CONFIGS[name]), path / "config.json")
@@ -114,6 +115,25 @@ def test_hits_are_counted_rightly_and_survive_a_restart(model: str, root: Path, 
         assert server.said("the bank could not be used") == 0
     assert len(list(root.rglob("*.safetensors"))) - n_files <= 1  # the third query's
     require_sound(root)
+
+
+def test_what_was_warmed_with_a_salt_and_a_precision_is_found_with_the_same(
+    save_sharp: Callable[..., Path], root: Path
+) -> None:
+    """On the CPU half-precision weights are turned into float32, by `warm` and by the server, unless told otherwise."""
+    half = str(save_sharp(seed=3, dtype=mx.float16))
+    with PrefixBank.open(root) as bank:
+        warmed = bank.load_model(half, salt="tenant").warm(few_shot(QUERIES[0]))
+        assert warmed.n_tokens > 2 * CHUNK
+    with banked(root, "--model", half, "--salt", "tenant") as server:
+        assert ask(server, few_shot(QUERIES[1])).cached_tokens >= 2 * CHUNK
+    with banked(root, "--model", half) as server:
+        assert ask(server, few_shot(QUERIES[1])).cached_tokens == 0
+    if mx.default_device().type == mx.DeviceType.cpu:
+        with banked(root, "--model", half, "--salt", "tenant", "--precision", "model") as server:
+            assert ask(server, few_shot(QUERIES[1]), max_tokens=1).cached_tokens == 0
+    with banked(root, "--model", half, "--salt", "tenant", "--precision", "float32") as server:
+        assert ask(server, few_shot(QUERIES[1])).cached_tokens >= 2 * CHUNK
 
 
 def test_prompts_below_a_chunk_are_stored_up_to_where_they_part(model: str, tmp_path: Path) -> None:

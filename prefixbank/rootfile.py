@@ -22,7 +22,6 @@ __all__ = [
     "INDEX_FILE",
     "NAMES_FILE",
     "BankFile",
-    "BankFileDamagedError",
     "BankFileState",
     "bank_file_state",
     "create_root",
@@ -42,6 +41,7 @@ DEFAULT_CHUNK_TOKENS = 256
 MAX_CHUNK_TOKENS = 65_536
 
 _MAY_LIE_IN_A_NEW_ROOT = {".gitignore", ".gitkeep", ".DS_Store", "README.md", "prefixes"}
+_DAMAGES = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _FOLDERS = ("shards", "tmp", "quarantine")
 _CACHEDIR_TAG = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
@@ -66,10 +66,6 @@ class BankFile:
     format_version: int = FORMAT_VERSION
 
 
-class BankFileDamagedError(SchemaError):
-    """`bank.json` is damaged: `prefixbank repair` makes it anew."""
-
-
 @contextmanager
 def refusals(root: Path) -> Iterator[None]:
     """Turn what the system refuses inside, and no one below has named better, into a `StorageError`."""
@@ -82,47 +78,58 @@ def refusals(root: Path) -> Iterator[None]:
 def read_bank_file(root: Path) -> BankFile:
     """Return what `bank.json` says.
 
-    Raises `BankNotFoundError` without one, `SchemaError` for an unknown format, `BankFileDamagedError` for a damaged
-    one.
+    Raises `BankNotFoundError` without one, `SchemaError` for a damaged one or an unknown format.
     """
-    path = root / BANK_FILE
+    content = _read(root)
     try:
-        content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as exc:
-        require_no_lost_bank(root)
-        raise BankNotFoundError(f"{root} is no bank: run `prefixbank --bank {shlex.quote(str(root))} init`") from exc
-    except OSError as exc:
-        raise StorageError(f"{path} can't be read: {exc.strerror or exc}") from exc
-    except ValueError as exc:  # a null character
-        raise ConfigError(f"{str(root)!r} can't be a folder: {exc}") from exc
-    try:
-        stored: dict[str, Any] = json.loads(content.decode())
-        version = stored["format_version"]
-        if stored.pop("format") != "prefixbank" or not isinstance(version, int):
-            raise ValueError("it is another program's")
-        if version != FORMAT_VERSION:
-            raise SchemaError(f"{path} has format {version}, this version knows {FORMAT_VERSION}: upgrade prefixbank")
-        found = BankFile(**stored)
-        if not isinstance(found.chunk_tokens, int) or not 1 <= found.chunk_tokens <= MAX_CHUNK_TOKENS:
-            raise ValueError("chunk_tokens is out of range")
-        if found.max_bytes is not None and (not isinstance(found.max_bytes, int) or found.max_bytes < 0):
-            raise ValueError("max_bytes is no number of bytes")
-    except (ValueError, TypeError, KeyError, AttributeError) as exc:
-        raise BankFileDamagedError(f"{path} is damaged ({exc}): run `prefixbank repair`") from exc
-    return found
+        return _parse(root, content)
+    except _DAMAGES as exc:
+        raise SchemaError(f"{root / BANK_FILE} is damaged ({exc}): run `prefixbank repair`") from exc
 
 
 def bank_file_state(root: Path) -> BankFileState:
     """Tell whether `bank.json` is sound, or can be made anew. Raises as `read_bank_file` does where it can't."""
     try:
-        read_bank_file(root)
-    except BankFileDamagedError:
-        return "damaged"
+        content = _read(root)
     except BankNotFoundError:
         if holds_chunks(root):
             return "lost"
         raise
+    try:
+        _parse(root, content)
+    except _DAMAGES:
+        return "damaged"
     return "sound"
+
+
+def _read(root: Path) -> bytes:
+    try:
+        return (root / BANK_FILE).read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        require_no_lost_bank(root)
+        raise BankNotFoundError(f"{root} is no bank: run `prefixbank --bank {shlex.quote(str(root))} init`") from exc
+    except OSError as exc:
+        raise StorageError(f"{root / BANK_FILE} can't be read: {exc.strerror or exc}") from exc
+    except ValueError as exc:  # a null character
+        raise ConfigError(f"{str(root)!r} can't be a folder: {exc}") from exc
+
+
+def _parse(root: Path, content: bytes) -> BankFile:
+    """Return what a `bank.json` says. Raises one of `_DAMAGES` for a damaged one, `SchemaError` for a newer one."""
+    stored: dict[str, Any] = json.loads(content.decode())
+    version = stored["format_version"]
+    if stored.pop("format") != "prefixbank" or not isinstance(version, int):
+        raise ValueError("it is another program's")
+    if version != FORMAT_VERSION:
+        raise SchemaError(
+            f"{root / BANK_FILE} has format {version}, this version knows {FORMAT_VERSION}: upgrade prefixbank"
+        )
+    found = BankFile(**stored)
+    if not isinstance(found.chunk_tokens, int) or not 1 <= found.chunk_tokens <= MAX_CHUNK_TOKENS:
+        raise ValueError("chunk_tokens is out of range")
+    if found.max_bytes is not None and (not isinstance(found.max_bytes, int) or found.max_bytes < 0):
+        raise ValueError("max_bytes is no number of bytes")
+    return found
 
 
 def holds_chunks(root: Path) -> bool:

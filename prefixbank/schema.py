@@ -51,9 +51,6 @@ APPLICATION_ID = 0x70666278  # "pfbx"
 HEAD_REVISION = "0003"
 KNOWN_REVISIONS = ("0001", "0002", "0003")
 
-FIRST_SAFE_WAL = (3, 51, 3)
-"""SQLite before this may corrupt an index in WAL mode when a reset meets a writer: use the DELETE journal there."""
-
 _one_migration_at_a_time = threading.Lock()
 """Alembic keeps the connection that it works on in module globals: two threads would swap theirs."""
 
@@ -219,7 +216,7 @@ def make_engine(index_path: Path, *, read_only: bool, durability: Durability, bu
     turns into a write fails at once when another writer is there, whatever the time limit.
     """
     uri = f"file:{quote(str(index_path.absolute()))}?mode={'ro' if read_only else 'rw'}"
-    # Nothing can write to a read-only file system, and WAL can't be read there otherwise.
+    # Nothing can write to a read-only file system, and the journal of a killed writer can't be played back there.
     if read_only and _on_read_only_file_system(index_path):
         uri += "&immutable=1"
     engine = sa.create_engine(
@@ -235,14 +232,12 @@ def make_engine(index_path: Path, *, read_only: bool, durability: Durability, bu
     @event.listens_for(engine, "connect")
     def set_pragmas(connection: Any, _record: Any) -> None:
         cursor = connection.cursor()
-        wal = sqlite3.sqlite_version_info >= FIRST_SAFE_WAL
         cursor.execute("PRAGMA foreign_keys=ON")
         if not read_only and _may_be_changed(cursor):
-            cursor.execute(f"PRAGMA journal_mode={'WAL' if wal else 'DELETE'}")
+            cursor.execute("PRAGMA journal_mode=DELETE")
             # EXTRA also syncs the folder after the journal is deleted; without it a power cut could bring the
             # journal, and with it the state before the commit, back.
-            full = "FULL" if wal else "EXTRA"
-            cursor.execute(f"PRAGMA synchronous={full if durability == 'full' else 'NORMAL'}")
+            cursor.execute(f"PRAGMA synchronous={'EXTRA' if durability == 'full' else 'NORMAL'}")
             if sys.platform == "darwin" and durability == "full":
                 cursor.execute("PRAGMA fullfsync=ON")
         cursor.close()

@@ -192,8 +192,7 @@ def find_leftovers(index: Index, shards: ShardStore, now_s: float) -> tuple[File
 
 
 def _is_named(file: FileOnDisk, named: Set[str], shards: ShardStore) -> bool:
-    _, _, name = file.path.rpartition("/")
-    return name in named and str(shards.path_of(name)) == f"{shards.root}/{file.path}"
+    return file.name in named and shards.is_in_place(file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +212,7 @@ def find_unnamed(index: Index, shards: ShardStore, now_s: float) -> Unnamed:
     if not files:
         return Unnamed()
     with index.reading() as tx:
-        named = chunk_rows.named_among(tx, [file.path.rpartition("/")[2] for file in files])
+        named = chunk_rows.named_among(tx, [file.name for file in files])
     files = [file for file in files if not _is_named(file, named, shards)]
     old = tuple(file for file in files if now_s - file.mtime_s > GRACE_S)
     n_bytes = sum(disk_bytes(file.n_bytes) for file in files)
@@ -279,7 +278,7 @@ def _sweep(index: Index, shards: ShardStore, files: tuple[FileOnDisk, ...]) -> t
     for low in range(0, len(files), _ROWS_PER_TRANSACTION):
         group = files[low : low + _ROWS_PER_TRANSACTION]
         with index.writing() as tx:
-            named = chunk_rows.named_among(tx, [file.path.rpartition("/")[2] for file in group])
+            named = chunk_rows.named_among(tx, [file.name for file in group])
             swept += [
                 file for file in group if not _is_named(file, named, shards) and shards.unlink(shards.root / file.path)
             ]

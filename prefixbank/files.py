@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from prefixbank.errors import ShardCorruptError, ShardMissingError, StorageError
 
-__all__ = ["FileOnDisk", "disk_bytes", "make_private_folder", "open_regular", "sync", "sync_folder"]
+__all__ = ["FileOnDisk", "disk_bytes", "make_private_folder", "open_regular", "set_aside", "sync", "sync_folder"]
 
 BLOCK_BYTES = 4096
 """What files are rounded up to when the budget is counted, as file systems do."""
@@ -25,6 +26,11 @@ class FileOnDisk:
     path: str
     n_bytes: int
     mtime_s: float
+
+    @property
+    def name(self) -> str:
+        """Return the last part of the path."""
+        return self.path.rpartition("/")[2]
 
 
 def disk_bytes(n_bytes: int) -> int:
@@ -42,6 +48,21 @@ def make_private_folder(path: Path) -> None:
             path.chmod(0o700)
     except OSError as exc:
         raise StorageError(f"the folder {path} can't be made: {exc.strerror or exc}") from exc
+
+
+def set_aside(path: Path, as_name: str = "") -> None:
+    """Move a file that lies in the bank root to the quarantine, under a new name; one that is gone is no error.
+
+    Raises `StorageError`.
+    """
+    target = path.parent / "quarantine" / (as_name or f"{path.name}-{secrets.token_hex(4)}")
+    try:
+        make_private_folder(target.parent)
+        path.rename(target)
+    except FileNotFoundError:
+        return
+    except OSError as exc:
+        raise StorageError(f"{path} can't be set aside: {exc.strerror or exc}") from exc
 
 
 def sync(descriptor: int) -> None:

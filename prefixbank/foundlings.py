@@ -13,7 +13,7 @@ from prefixbank.eviction import GRACE_S
 from prefixbank.files import FileOnDisk
 from prefixbank.proving import ProvenShard, prove
 from prefixbank.shards import FILE_NAME, ShardStore
-from prefixbank.values import ChunkKey, ChunkRecord, Namespace
+from prefixbank.values import NO_SHARD, ChunkKey, ChunkRecord, Namespace
 
 __all__ = ["SETTLING_S", "Fate", "Foundling", "Sorted", "sort_foundlings"]
 
@@ -70,9 +70,9 @@ def sort_foundlings(
     damaged: dict[ChunkKey, Foundling] = {}
     now_s = time.time()
     for file in files:
-        name = file.path.rpartition("/")[2]
+        name = file.name
         old = now_s - file.mtime_s > GRACE_S
-        if not FILE_NAME.fullmatch(name) or str(shards.path_of(name)) != f"{shards.root}/{file.path}":
+        if not FILE_NAME.fullmatch(name) or not shards.is_in_place(file):
             if old:
                 done.others.append(("set-aside", file, "it is no shard, or lies in the wrong folder"))
             continue
@@ -215,7 +215,4 @@ def _foundling(proven: ProvenShard) -> Foundling:
 
 
 def _without_file(foundling: Foundling) -> Foundling:
-    hole = replace(
-        foundling.record, file_name=None, data_offset=0, n_bytes=0, disk_bytes=0, digest=b"", has_state=False
-    )
-    return Foundling(hole, foundling.namespace)
+    return Foundling(replace(foundling.record, **NO_SHARD), foundling.namespace)

@@ -25,7 +25,7 @@ from prefixbank.errors import (
     SchemaError,
     StorageError,
 )
-from prefixbank.files import make_private_folder, sync_folder
+from prefixbank.files import make_private_folder, set_aside, sync_folder
 from prefixbank.index import Index, chunk_rows, namespace_rows, rates_rows
 from prefixbank.namesfile import KeptNames
 from prefixbank.schema import HEAD_REVISION, KNOWN_REVISIONS, has_declared_tables, is_system_error
@@ -48,11 +48,6 @@ class Salvage:
     names: KeptNames = namesfile.NO_NAMES
 
 
-def open_index(path: Path, *, read_only: bool, durability: Durability, busy_timeout_s: float) -> Index:
-    """Open an index file that is there. Raises `BankNotFoundError`."""
-    return Index(path, read_only=read_only, durability=durability, busy_timeout_s=busy_timeout_s)
-
-
 def judge(path: Path, *, read_only: bool, busy_timeout_s: float) -> tuple[IndexState, str]:
     """Return the state of an index file, and why it is not sound; changes nothing, but may undo a killed transaction.
 
@@ -70,7 +65,7 @@ def judge(path: Path, *, read_only: bool, busy_timeout_s: float) -> tuple[IndexS
         return "broken", "it is no file"
     if status.st_size == 0:
         return "lost", "it is empty"
-    index = open_index(path, read_only=read_only, durability="full", busy_timeout_s=busy_timeout_s)
+    index = Index(path, read_only=read_only, durability="full", busy_timeout_s=busy_timeout_s)
     with closing(index):
         try:
             why = _contradiction(index)
@@ -130,7 +125,7 @@ def salvage(path: Path, busy_timeout_s: float) -> Salvage:
     found = Salvage()
     names = found.names
     with suppress(Exception):  # whatever a damaged file makes of it
-        index = open_index(path, read_only=True, durability="full", busy_timeout_s=busy_timeout_s)
+        index = Index(path, read_only=True, durability="full", busy_timeout_s=busy_timeout_s)
         with closing(index):
             with suppress(Exception), index.reading() as tx:
                 found.digests.update(_digests(tx))
@@ -153,7 +148,7 @@ def replace_index(path: Path, state: IndexState, *, durability: Durability, busy
     """
 
     def make(new: Path) -> None:
-        with closing(open_index(new, read_only=False, durability=durability, busy_timeout_s=busy_timeout_s)) as index:
+        with closing(Index(new, read_only=False, durability=durability, busy_timeout_s=busy_timeout_s)) as index:
             index.migrate()
 
     if state == "lost":
@@ -184,14 +179,6 @@ def replace_index(path: Path, state: IndexState, *, durability: Durability, busy
 def _move_aside(path: Path, suffixes: tuple[str, ...]) -> str:
     """Move what lies beside an index to the quarantine; returns what marks the files there."""
     tag = secrets.token_hex(4)
-    quarantine = path.parent / "quarantine"
-    make_private_folder(quarantine)
     for suffix in suffixes:
-        beside = path.with_name(path.name + suffix)
-        try:
-            beside.rename(quarantine / f"{path.name}-{tag}{suffix}")
-        except FileNotFoundError:
-            continue
-        except OSError as exc:
-            raise StorageError(f"{beside} can't be moved: {exc.strerror or exc}") from exc
+        set_aside(path.with_name(path.name + suffix), f"{path.name}-{tag}{suffix}")
     return tag

@@ -28,10 +28,9 @@ def find_chunk_tokens(records: Sequence[ChunkRecord], shards: ShardStore) -> int
 
 def _places(shards: ShardStore) -> Iterator[tuple[int, int]]:
     for file in shards.iter_files("shards"):
-        name = file.path.rpartition("/")[2]
-        if FILE_NAME.fullmatch(name):
+        if FILE_NAME.fullmatch(file.name):
             with suppress(ShardError):
-                yield read_place(shards, name)
+                yield read_place(shards, file.name)
 
 
 def from_places(places: Iterable[tuple[int, int]]) -> int:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefixbank.chunking import TOKEN_BYTES, chunk_key
 from prefixbank.errors import IndexCorruptError, StorageError
-from prefixbank.files import make_private_folder, sync, sync_folder
+from prefixbank.files import make_private_folder, set_aside, sync, sync_folder
 from prefixbank.index import chunk_rows, namespace_rows, prefix_rows
 from prefixbank.rootfile import NAMES_FILE
 from prefixbank.values import ChunkKey, ChunkRecord, Namespace
@@ -166,7 +166,7 @@ def update(root: Path, before: KeptNames, after: KeptNames, *, durable: bool) ->
     try:
         kept = read(root)
     except IndexCorruptError:
-        set_aside(root)
+        set_aside(root / NAMES_FILE)
         kept = None
     if kept is None and not after.names:
         return
@@ -181,19 +181,6 @@ def update(root: Path, before: KeptNames, after: KeptNames, *, durable: bool) ->
     new = KeptNames(names, {key: namespaces[key] for _, *rest in names for key in [(rest[0], rest[1])]})
     if new != kept:
         _write(root / NAMES_FILE, new, durable)
-
-
-def set_aside(root: Path) -> Path | None:
-    """Move the file to the quarantine and return where to."""
-    target = root / "quarantine" / f"{NAMES_FILE}-{uuid.uuid4().hex[:8]}"
-    try:
-        make_private_folder(target.parent)
-        (root / NAMES_FILE).rename(target)
-    except FileNotFoundError:
-        return None
-    except OSError as exc:
-        raise StorageError(f"{root / NAMES_FILE} can't be set aside: {exc.strerror or exc}") from exc
-    return target
 
 
 def _write(path: Path, kept: KeptNames, durable: bool) -> None:

@@ -20,7 +20,7 @@ from prefixbank.config import Durability
 from prefixbank.errors import BankBusyError, StorageError
 from prefixbank.files import FileOnDisk
 from prefixbank.index import Index, chunk_rows, namespace_rows, prefix_rows
-from prefixbank.indexfile import open_index, replace_index
+from prefixbank.indexfile import replace_index
 from prefixbank.repairplan import RepairPlan, RepairStep
 from prefixbank.repairplanner import Progress, RepairPlanner
 from prefixbank.rootfile import INDEX_FILE, bank_file_state, refusals, restore_bank_file
@@ -109,7 +109,7 @@ class _Repairer:
         index_path = self.root / INDEX_FILE
         if todo.index != "sound":
             replace_index(index_path, todo.index, durability=self.durability, busy_timeout_s=self.busy_timeout_s)
-        opened = open_index(index_path, read_only=False, durability=self.durability, busy_timeout_s=self.busy_timeout_s)
+        opened = Index(index_path, read_only=False, durability=self.durability, busy_timeout_s=self.busy_timeout_s)
         with closing(opened) as index:
             self._correct(index, todo)
             self._take_up(index, todo)

@@ -20,8 +20,8 @@ from prefixbank.errors import IndexCorruptError, PrefixBankError, ShardError, Sh
 from prefixbank.eviction import GRACE_S
 from prefixbank.files import FileOnDisk
 from prefixbank.foundlings import SETTLING_S, sort_foundlings
-from prefixbank.index import chunk_rows, namespace_rows
-from prefixbank.indexfile import Salvage, judge, open_index, salvage
+from prefixbank.index import Index, chunk_rows, namespace_rows
+from prefixbank.indexfile import Salvage, judge, salvage
 from prefixbank.lostnames import plan_names
 from prefixbank.lostroot import find_chunk_tokens
 from prefixbank.proving import prove
@@ -60,7 +60,7 @@ class RepairPlanner:
         namespaces: list[Namespace] = []
         in_index = namesfile.NO_NAMES
         if state == "sound":
-            opened = open_index(
+            opened = Index(
                 self.root / INDEX_FILE, read_only=read_only, durability="full", busy_timeout_s=self.busy_timeout_s
             )
             with closing(opened) as index, index.reading() as tx:
@@ -78,7 +78,7 @@ class RepairPlanner:
         chunk_tokens, is_lost = self._chunk_tokens(records, steps)
         named = {record.file_name for record in records}
         files = list(self.shards.iter_files("shards", folders_as_shards=True))
-        unnamed = [file for file in files if file.path.rpartition("/")[2] not in named or not self._in_place(file)]
+        unnamed = [file for file in files if file.name not in named or not self.shards.is_in_place(file)]
         total = sum(f.n_bytes for f in unnamed) + (sum(r.n_bytes for r in records) if self.read_data else 0)
         n_done = 0
 
@@ -147,9 +147,6 @@ class RepairPlanner:
         why = f"it is {state}: made anew with chunk_tokens={chunk_tokens}, as the chunks say, and without a budget"
         steps.insert(0, RepairStep("bank-file", BANK_FILE, why))
         return chunk_tokens, True
-
-    def _in_place(self, file: FileOnDisk) -> bool:
-        return str(self.shards.path_of(file.path.rpartition("/")[2])) == f"{self.root}/{file.path}"
 
     def _look_at(
         self,

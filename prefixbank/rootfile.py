@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from prefixbank.config import BANK_FILE
 from prefixbank.errors import BankNotFoundError, ConfigError, SchemaError, StorageError
-from prefixbank.files import make_private_folder, sync_folder
+from prefixbank.files import make_private_folder, set_aside, sync_folder
 
 __all__ = [
     "INDEX_FILE",
@@ -150,14 +150,7 @@ def require_no_lost_bank(root: Path) -> None:
 
 def restore_bank_file(root: Path, chunk_tokens: int) -> None:
     """Make a `bank.json` anew; a damaged one goes to the quarantine. Raises `StorageError`."""
-    path = root / BANK_FILE
-    try:
-        make_private_folder(root / "quarantine")
-        path.rename(root / "quarantine" / f"{BANK_FILE}-{uuid.uuid4().hex[:8]}")
-    except FileNotFoundError:
-        pass
-    except OSError as exc:
-        raise StorageError(f"{path} can't be set aside: {exc.strerror or exc}") from exc
+    set_aside(root / BANK_FILE)
     finish_root(root, chunk_tokens=chunk_tokens, max_bytes=None)
 
 

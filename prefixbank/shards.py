@@ -65,6 +65,10 @@ class ShardStore:
         """Return where the shard of that name lies."""
         return self.root / "shards" / file_name[:2] / file_name
 
+    def is_in_place(self, file: FileOnDisk) -> bool:
+        """Tell whether a file lies where a shard of its name does."""
+        return str(self.path_of(file.name)) == f"{self.root}/{file.path}"
+
     @contextmanager
     def writer(self) -> Iterator[ShardWriter]:
         """Write shards as a group; those that were not kept when the block ends are deleted again."""

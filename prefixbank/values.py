@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import Any, NewType
 
 __all__ = [
+    "NO_SHARD",
     "ChunkKey",
     "ChunkRecord",
     "Match",
@@ -73,6 +74,17 @@ class ChunkRecord:
     def end(self) -> int:
         """Return the token offset just behind the chunk."""
         return self.start + self.n_tokens
+
+
+NO_SHARD: dict[str, Any] = {
+    "file_name": None,
+    "data_offset": 0,
+    "n_bytes": 0,
+    "disk_bytes": 0,
+    "digest": b"",
+    "has_state": False,
+}
+"""What the record of a hole says of its shard, by field."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,8 @@ from typing import Annotated
 import typer
 
 from prefixbank.cli.options import JsonOption, open_bank
-from prefixbank.cli.output import print_document, print_text, progress_bar, table
+from prefixbank.cli.output import EXIT_PROBLEMS, print_document, print_text, progress_bar, table
 from prefixbank.config import format_size
-
-EXIT_PROBLEMS = 1
 
 
 def run(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,13 +9,12 @@ import typer
 
 from prefixbank.cli.export import archived_fields, archived_table
 from prefixbank.cli.options import DryRunOption, JsonOption, MaxBytesOption, chosen_bank
-from prefixbank.cli.output import print_document, print_text, progress_bar, say
+from prefixbank.cli.output import EXIT_PROBLEMS, print_document, print_text, progress_bar, say
 from prefixbank.config import format_size, parse_size
 
 if TYPE_CHECKING:
     from prefixbank.bank import PrefixBank
 
-EXIT_PROBLEMS = 1
 
 TRUST = (
     "Proven are the archive's form and damage, token ids and places; whether the KV is the model's only computing it "
@@ -71,13 +68,11 @@ def run(
         raise typer.Exit(EXIT_PROBLEMS)
 
 
-@contextmanager
-def _open(ctx: typer.Context, max_bytes: int | None, dry_run: bool) -> Iterator[PrefixBank]:
+def _open(ctx: typer.Context, max_bytes: int | None, dry_run: bool) -> PrefixBank:
     """Open the bank that is there, with its own budget unless another is given."""
     from prefixbank.bank import PrefixBank
 
     choice = chosen_bank(ctx)
-    with PrefixBank.open(
+    return PrefixBank.open(
         choice.root, create=False, read_only=dry_run, max_bytes=max_bytes, busy_timeout_s=choice.busy_timeout_s
-    ) as bank:
-        yield bank
+    )

@@ -14,6 +14,7 @@ from typing import TextIO
 from prefixbank.errors import BankWarning, StorageError
 
 __all__ = [
+    "EXIT_PROBLEMS",
     "print_document",
     "print_text",
     "progress_bar",
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 JSON_SCHEMA = 1
+EXIT_PROBLEMS = 1
+"""The exit code of a verb that did its work and has something to say about it."""
 
 Progress = Callable[[int, int], None]
 

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prefixbank.cli.options import DryRunOption, JsonOption, chosen_bank
-from prefixbank.cli.output import print_document, print_text, progress_bar, table
+from prefixbank.cli.output import EXIT_PROBLEMS, print_document, print_text, progress_bar, table
 
 if TYPE_CHECKING:
     from prefixbank.repair import RepairPlan
-
-EXIT_PROBLEMS = 1
 
 
 def run(

@@ -11,7 +11,7 @@ import typer
 
 from prefixbank.cli import models
 from prefixbank.cli.options import DryRunOption, JsonOption, MaxBytesOption, chosen_bank
-from prefixbank.cli.output import print_document, print_text, progress_bar, say, table, yes_no
+from prefixbank.cli.output import EXIT_PROBLEMS, print_document, print_text, progress_bar, say, table, yes_no
 from prefixbank.cli.sources import (
     JsonLinesOption,
     SourcePrompt,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from prefixbank.model import BankedModel
     from prefixbank.warming import Replaced, WarmPlan
 
-EXIT_PROBLEMS = 1
 
 Fields = dict[str, Any]
 

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from prefixbank.chunking import TOKEN_BYTES, first_token
 from prefixbank.index.soundness import require_types, signatures
 from prefixbank.schema import bank_state, chunks, prefixes
-from prefixbank.values import ChunkKey, ChunkRecord
+from prefixbank.values import NO_SHARD, ChunkKey, ChunkRecord
 
 __all__ = [
     "Totals",
@@ -283,8 +283,7 @@ def heal(tx: sa.Connection, record: ChunkRecord) -> bool:
     named = tx.execute(sa.select(sa.func.count()).where(prefixes.c.chunk_key == record.key)).scalar_one()
     if not named and delete(tx, record):
         return True
-    hole = {"file_name": None, "n_bytes": 0, "disk_bytes": 0, "data_offset": 0, "digest": b"", "has_state": False}
-    changed = tx.execute(sa.update(chunks).where(*_unchanged(record)).values(**hole)).rowcount == 1
+    changed = tx.execute(sa.update(chunks).where(*_unchanged(record)).values(**NO_SHARD)).rowcount == 1
     if changed:
         _add_bytes(tx, -record.disk_bytes)
     return changed

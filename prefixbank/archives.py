@@ -8,7 +8,6 @@ heads are written anew, what the bank has stays as it is, and a killed import is
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from prefixbank import eviction, exporting
 from prefixbank.archivefile import ArchiveReader, require_new_file, write_archive
-from prefixbank.chunking import FileDigest
+from prefixbank.chunking import TOKEN_BYTES, FileDigest
 from prefixbank.errors import (
     ArchiveError,
     BankReadOnlyError,
@@ -274,7 +273,9 @@ class _ArchivedRows:
         self.token_ids = b"".join(record.token_ids for record in chain)
         inside = states_inside(chain, archive.records.values()) if layout.has_state else []
         self.records = {
-            (r.start, r.n_tokens): r for r in [*inside, *chain] if self.token_ids[4 * r.start :].startswith(r.token_ids)
+            (r.start, r.n_tokens): r
+            for r in [*inside, *chain]
+            if self.token_ids[TOKEN_BYTES * r.start :].startswith(r.token_ids)
         }
 
     def has_rows(self, start: int, n_tokens: int) -> bool:
@@ -366,15 +367,8 @@ def _make_room(session: BankSession, archive: _Archive, todo: _Todo, *, dry_run:
     max_bytes = session.options.max_bytes
     if max_bytes is None or not needed:
         return 0
-    unnamed = eviction.find_unnamed(session.index, session.shards, time.time())
-    available = max_bytes - unnamed.n_young_bytes - needed
-    quarantined = tuple(session.shards.iter_files("quarantine"))
-    with session.index.reading() as tx:
-        policy = eviction.PrunePolicy(max_bytes=available)
-        room = eviction.plan(
-            tx, policy, quarantined=quarantined, leftovers=unnamed.old, protected=archive.records.keys()
-        )
-    if room.kept_bytes > available:
+    room = eviction.plan_room(session.index, session.shards, max_bytes, needed, archive.records.keys())
+    if room is None:
         raise StorageError(
             f"the archive needs {needed} bytes, which do not fit into the budget of {max_bytes} bytes beside what is "
             "pinned or in use: raise max_bytes"

@@ -285,19 +285,25 @@ def _sweep(index: Index, shards: ShardStore, files: tuple[FileOnDisk, ...]) -> t
     return tuple(swept)
 
 
-def make_room(index: Index, shards: ShardStore, max_bytes: int, needed_bytes: int, protected: Set[ChunkKey]) -> bool:
-    """Evict what was used least recently until `needed_bytes` more fit; returns False where that can't be.
-
-    Then nothing is evicted: a store that is refused must not empty the bank.
-    """
+def plan_room(
+    index: Index, shards: ShardStore, max_bytes: int, needed_bytes: int, protected: Set[ChunkKey]
+) -> PrunePlan | None:
+    """Return what to evict, least recently used first, so that `needed_bytes` more fit; None where that can't be."""
     unnamed = find_unnamed(index, shards, time.time())
     available = max_bytes - unnamed.n_young_bytes - needed_bytes
     quarantined = tuple(shards.iter_files("quarantine"))
     with index.reading() as tx:
         policy = PrunePolicy(max_bytes=available)
         todo = plan(tx, policy, quarantined=quarantined, leftovers=unnamed.old, protected=protected)
-    if todo.kept_bytes > available:
-        return False
-    if todo.chunks or todo.files:
+    return todo if todo.kept_bytes <= available else None
+
+
+def make_room(index: Index, shards: ShardStore, max_bytes: int, needed_bytes: int, protected: Set[ChunkKey]) -> bool:
+    """Evict what was used least recently until `needed_bytes` more fit; returns False where that can't be.
+
+    Then nothing is evicted: a store that is refused must not empty the bank.
+    """
+    todo = plan_room(index, shards, max_bytes, needed_bytes, protected)
+    if todo is not None and (todo.chunks or todo.files):
         execute(index, shards, todo)
-    return True
+    return todo is not None

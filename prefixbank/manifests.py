@@ -16,7 +16,7 @@ from prefixbank.archivefile import MAX_MANIFEST_BYTES, MAX_MEMBER_BYTES
 from prefixbank.chunking import root_key
 from prefixbank.errors import ArchiveError, ConfigError, PrefixBankError, SchemaError
 from prefixbank.layout import SHARD_FORMAT_VERSION, CacheLayout
-from prefixbank.sealing import MAX_HEADER_BYTES
+from prefixbank.sealing import KEY_FORM, MAX_HEADER_BYTES, SHA256_FORM, read_layout
 from prefixbank.session import require_prefix_name
 from prefixbank.values import ChunkKey, ChunkRecord, Namespace, PrefixRecord
 
@@ -33,8 +33,6 @@ _MAX_CONTAINERS = 2 * MAX_SHARDS + 10_000  # in a JSON text: `[],[],...` takes 2
 _MAX_VALUES = 10 * MAX_SHARDS
 _MAX_NAMESPACES = 1000
 _MAX_TEXT = 256 << 10
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-_KEY = re.compile(r"[0-9a-f]{32}")
 
 T = TypeVar("T")
 Fields = dict[str, Any]
@@ -229,9 +227,9 @@ def _read_namespace(fields: Fields, number: int) -> Namespace:
     _require_keys(fields, "fingerprint salt_digest root_key label layout created_at")
     namespace = Namespace(
         id=number,
-        root_key=ChunkKey(bytes.fromhex(_text(fields, "root_key", _KEY))),
-        fingerprint=_text(fields, "fingerprint", _DIGEST),
-        salt_digest=_text(fields, "salt_digest", _DIGEST, or_empty=True),
+        root_key=ChunkKey(bytes.fromhex(_text(fields, "root_key", KEY_FORM))),
+        fingerprint=_text(fields, "fingerprint", SHA256_FORM),
+        salt_digest=_text(fields, "salt_digest", SHA256_FORM, or_empty=True),
         label=_text(fields, "label"),
         layout=_text(fields, "layout"),
         created_at=_number(fields, "created_at", 0, 2**62),
@@ -239,20 +237,17 @@ def _read_namespace(fields: Fields, number: int) -> Namespace:
     if not namespace.salt_digest and namespace.root_key != root_key(namespace.fingerprint):
         raise ArchiveError("a namespace in its manifest has a root key that is not its own")
     try:
-        layout = CacheLayout.from_json(namespace.layout)
-        known = layout.layers and layout.to_json() == namespace.layout
-    except SchemaError:
-        known = False
-    sizes = [n for _, a in layout.row_arrays() for n in (a.n_heads, a.width)] if known else []
-    sizes += [n for _, a in layout.state_arrays() for n in a.shape] if known else []
-    if not known or min(sizes, default=0) < 0:
+        known = read_layout(namespace.layout).layers
+    except ValueError:
+        known = ()
+    if not known:
         raise ArchiveError("a cache layout in its manifest is none that prefixbank writes")
     return namespace
 
 
 def _read_shard(fields: Fields, layouts: list[CacheLayout]) -> ChunkRecord:
     _require_keys(fields, "chunk_key parent_key namespace start n_tokens has_state n_bytes digest")
-    key = ChunkKey(bytes.fromhex(_text(fields, "chunk_key", _KEY)))
+    key = ChunkKey(bytes.fromhex(_text(fields, "chunk_key", KEY_FORM)))
     number = _number(fields, "namespace", 0, len(layouts) - 1)
     n_tokens = _number(fields, "n_tokens", 1, 65536)
     has_state = _flag(fields, "has_state")
@@ -264,7 +259,7 @@ def _read_shard(fields: Fields, layouts: list[CacheLayout]) -> ChunkRecord:
         raise ArchiveError("a shard in its manifest has a length that does not fit its cache layout")
     return ChunkRecord(
         key=key,
-        parent_key=ChunkKey(bytes.fromhex(_text(fields, "parent_key", _KEY, or_empty=True))) or None,
+        parent_key=ChunkKey(bytes.fromhex(_text(fields, "parent_key", KEY_FORM, or_empty=True))) or None,
         namespace_id=number,
         start=_number(fields, "start", 0, 2**40),
         n_tokens=n_tokens,
@@ -273,7 +268,7 @@ def _read_shard(fields: Fields, layouts: list[CacheLayout]) -> ChunkRecord:
         data_offset=data_offset,
         n_bytes=n_bytes,
         disk_bytes=0,
-        digest=bytes.fromhex(_text(fields, "digest", _KEY)),
+        digest=bytes.fromhex(_text(fields, "digest", KEY_FORM)),
         has_state=has_state,
     )
 
@@ -288,10 +283,10 @@ def _read_prefix(fields: Fields, n_namespaces: int) -> PrefixRecord:
     return PrefixRecord(
         name=name,
         namespace_id=_number(fields, "namespace", 0, n_namespaces - 1),
-        chunk_key=ChunkKey(bytes.fromhex(_text(fields, "chunk_key", _KEY))),
+        chunk_key=ChunkKey(bytes.fromhex(_text(fields, "chunk_key", KEY_FORM))),
         n_tokens=_number(fields, "n_tokens", 1, 2**40),
         pinned=_flag(fields, "pinned"),
-        source_digest=_text(fields, "source_digest", _DIGEST, or_empty=True),
+        source_digest=_text(fields, "source_digest", SHA256_FORM, or_empty=True),
         created_at=_number(fields, "created_at", 0, 2**62),
     )
 

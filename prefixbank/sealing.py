@@ -20,12 +20,15 @@ from prefixbank.runs import Buffer
 from prefixbank.values import ChunkKey
 
 __all__ = [
+    "KEY_FORM",
     "MAX_HEADER_BYTES",
     "SEAL",
+    "SHA256_FORM",
     "UNSEALED",
     "ShardDescription",
     "claimed_place",
     "describe",
+    "read_layout",
     "seal",
     "seal_of",
     "unsealed",
@@ -41,8 +44,8 @@ MAX_HEADER_BYTES = 2 << 20
 _MAX_ARRAYS = 65_536
 # Quotes inside JSON strings are escaped, so no label or layout can look like this.
 _SEALED = re.compile(rb'"content_digest":"([0-9a-f]{32})"')
-_KEY = re.compile("[0-9a-f]{32}")
-_SHA256 = re.compile("[0-9a-f]{64}")
+KEY_FORM = re.compile("[0-9a-f]{32}")
+SHA256_FORM = re.compile("[0-9a-f]{64}")
 _NUMBER = re.compile("0|[1-9][0-9]{0,9}")
 _METADATA = b'{"__metadata__":'
 # Nothing else is parsed: a million empty lists take Python a second.
@@ -130,10 +133,10 @@ def _describe(header: bytes, n_bytes: int, chunk_tokens: int) -> ShardDescriptio
             raise SchemaError(f"a shard has format {version}, this version knows {SHARD_FORMAT_VERSION}")
         raise ValueError("its format is unknown")
     metadata["label"].encode()  # a lone surrogate could not be kept in the index
-    for name, form in (("fingerprint", _SHA256), ("root_key", _KEY), ("chunk_key", _KEY)):
+    for name, form in (("fingerprint", SHA256_FORM), ("root_key", KEY_FORM), ("chunk_key", KEY_FORM)):
         if not form.fullmatch(metadata[name]):
             raise ValueError(f"{name} is none")
-    for name, form in (("salt_digest", _SHA256), ("parent_key", _KEY)):
+    for name, form in (("salt_digest", SHA256_FORM), ("parent_key", KEY_FORM)):
         if metadata[name] and not form.fullmatch(metadata[name]):
             raise ValueError(f"{name} is none")
     if not all(_NUMBER.fullmatch(metadata[name]) for name in ("start", "n_tokens")):
@@ -153,9 +156,9 @@ def _describe(header: bytes, n_bytes: int, chunk_tokens: int) -> ShardDescriptio
     key = chunk_key(parent_key or first_parent, token_ids)
     if key.hex() != metadata["chunk_key"]:
         raise ValueError("its key does not fit its token ids")
-    if SEAL in metadata and not _KEY.fullmatch(metadata[SEAL]):
+    if SEAL in metadata and not KEY_FORM.fullmatch(metadata[SEAL]):
         raise ValueError("its seal is none")
-    layout = _layout(metadata["layout"])
+    layout = read_layout(metadata["layout"])
     data_bytes = n_bytes - len(header)
     has_state = data_bytes != layout.data_bytes(n_tokens)
     if has_state and not (layout.has_state and data_bytes == layout.data_bytes(n_tokens, with_state=True)):
@@ -189,8 +192,11 @@ def _metadata(header: bytes) -> dict[str, str]:
     return metadata
 
 
-def _layout(text: str) -> CacheLayout:
-    """Return a cache layout that is written in the one way in which layouts are; small enough to be real."""
+def read_layout(text: str) -> CacheLayout:
+    """Return a cache layout that nobody vouches for, written in the one way in which layouts are, and small enough.
+
+    Raises `ValueError`.
+    """
     if len(text) > _MAX_LAYOUT_CHARS:
         raise ValueError("its layout is longer than that of any model")
     try:

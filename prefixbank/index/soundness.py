@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, get_args, get_type_hints
 
 from prefixbank.errors import IndexCorruptError
+from prefixbank.sealing import SHA256_FORM
 
 __all__ = ["Signatures", "is_digest", "require", "require_types", "signatures"]
 
 Signatures = frozenset[tuple[type, ...]]
-_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def signatures(record_type: type) -> Signatures:
@@ -40,4 +39,4 @@ def require(table: str, is_sound: bool) -> None:
 
 def is_digest(value: str) -> bool:
     """Tell whether a text is a digest as the index holds it: 64 hexadecimal digits."""
-    return _DIGEST.fullmatch(value) is not None
+    return SHA256_FORM.fullmatch(value) is not None
